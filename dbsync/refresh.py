@@ -1,0 +1,594 @@
+"""Re-reading: chunk by chunk, each in a window of its own, beside the stream.
+
+A chunk is at most `chunk_rows` rows that follow one another by key, read in ranges side by side by Spark tasks, all
+under one snapshot, straight into the spool. Its window opens before the snapshot is taken and closes when everything is
+read; what the window then releases is decided where the log is read (`window`). A window that turned out void is read
+again, with growing pauses. Progress is stored when rows are in the target, so that a crash resumes at the chunk.
+
+One thread does all refreshes in turns, a window at a time. Several windows may be on their way through the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+import pyarrow.parquet as pq
+from psycopg import sql
+from psycopg.abc import Buffer
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+
+from dbsync import chunks, control, selection
+from dbsync.board import WindowBoard
+from dbsync.chunks import Range, Selection
+from dbsync.config import Settings
+from dbsync.connection import Connection, connect
+from dbsync.connection import identifier as quoted
+from dbsync.errors import DbsyncError, RefreshError, StreamError
+from dbsync.private import disk_errors
+from dbsync.relation import identifier, unescape
+from dbsync.requests import DONE, FAILED, INITIAL, Refresh, Requests
+from dbsync.spark import reason, why_spark_ended
+from dbsync.spool import ROW_BITS, WINDOW_SCHEMA, Layout, Spool, WindowRows
+from dbsync.statement import Statement
+from dbsync.window import HIGH, LOW, Snapshot, State
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
+
+WINDOWS_ON_THE_WAY = 4
+ROWS_A_GROUP = 20_000
+BYTES_A_GROUP = 16 * 1024 * 1024
+
+_POLL_SECONDS = 0.25
+_WATCH_SECONDS = 0.5
+
+_NAME_READER = "SELECT pg_catalog.set_config('application_name', %s, false)"
+_CANCEL_READERS = """
+    SELECT pg_catalog.pg_cancel_backend(pid) FROM pg_catalog.pg_stat_activity
+    WHERE application_name = %s AND usename = current_user"""
+_LOOK_FOR_TABLES_SECONDS = 5.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 5.0
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Ranges of one window, until their rows are in the target."""
+
+    part: int
+    ranges: list[Range]
+    window: str = ""
+    rows: int = 0
+    voided: int = 0
+    not_before: float = 0.0
+
+    @property
+    def last_key(self) -> tuple[str, ...] | None:
+        return self.ranges[-1].upper if self.ranges else None
+
+    def pause(self) -> float:
+        return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(self.voided, 10))
+
+
+@dataclass(slots=True)
+class Job:
+    """A refresh that is being done."""
+
+    refresh: Refresh
+    selections: list[Selection]
+    fingerprints: list[str]
+    part: int
+    after: tuple[str, ...] | None
+    on_the_way: deque[Chunk] = field(default_factory=deque)
+    at_end: bool = False  # of the part: no chunk is left to be begun
+
+    @property
+    def id(self) -> int:
+        return self.refresh.id
+
+    @property
+    def selection(self) -> Selection:
+        return self.selections[self.part]
+
+
+class _StartOver(Exception):  # noqa: N818  (not an error: a turn in the way)
+    def __init__(self, selections: list[Selection]) -> None:
+        super().__init__()
+        self.selections = selections
+
+
+class _Interrupted(Exception):  # noqa: N818  (not an error either)
+    """The refresh was cancelled, or dbsync is stopping."""
+
+
+class Refresher:
+    """Does what the refresh table asks for. `run` is the body of a thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        board: WindowBoard,
+        spool: Spool,
+        spark: Callable[[], SparkSession],
+        streaming: threading.Event,
+        stopping: threading.Event,
+    ) -> None:
+        self._settings = settings
+        self._board = board
+        self._spool = spool
+        self._spark = spark
+        self._streaming = streaming
+        self._stopping = stopping
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="dbsync-chunk")
+        self._jobs: dict[int, Job] = {}
+        self._looked_for_tables = 0.0
+        self._passed_over: set[int] = set()
+        self.asked = threading.Event()  # set by whoever just asked for one
+
+    def run(self) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._stopping.is_set():
+            # Who does not read the slot would never see its marks; another dbsync may be doing the work.
+            if not self._streaming.wait(_POLL_SECONDS):
+                continue
+            try:
+                with connect(self._settings) as conn:
+                    self._serve(conn)
+                self._abandon()
+            except (psycopg.OperationalError, StreamError) as error:
+                # The jobs are forgotten and taken up again from what the table says is applied.
+                logger.warning("Refreshing is interrupted: %s Trying again in %.1f s.", _sentence(error), pause)
+                self._abandon()
+                self._stopping.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        self._abandon()
+        self._reader.shutdown()
+
+    def _serve(self, conn: Connection) -> None:
+        requests = Requests(conn, self._settings)
+        self._sweep_marks(conn)
+        while self._streaming.is_set() and not self._stopping.is_set():
+            self._ask_for_first_copies(conn, requests)
+            self._take_up(conn, requests)
+            busy = [self._advance(conn, requests, job) for job in list(self._jobs.values())]
+            if not any(busy):
+                self._rest()
+
+    def _rest(self) -> None:
+        if self._jobs:
+            waiting = [chunk.window for job in self._jobs.values() for chunk in job.on_the_way if chunk.window]
+            self._board.wait(lambda: any(self._is_settled(window) for window in waiting), 0.05)
+        else:
+            self.asked.wait(_POLL_SECONDS)
+            self.asked.clear()
+
+    def _is_settled(self, window: str) -> bool:
+        return self._board.window(window).state in (State.APPLIED, State.VOID)
+
+    def _take_up(self, conn: Connection, requests: Requests) -> None:
+        waiting = {refresh.id: refresh for refresh in requests.waiting()}
+        for id in self._jobs.keys() - waiting.keys():
+            self._drop(self._jobs[id])
+            logger.info("refresh %d was cancelled", id)
+        for id in waiting.keys() - self._jobs.keys():
+            self._begin(conn, requests, waiting[id])
+
+    def _begin(self, conn: Connection, requests: Requests, refresh: Refresh) -> None:
+        try:
+            selections = selection.understand(conn, self._settings, _statement(refresh))
+        except RefreshError as error:
+            logger.error("refresh %d: %s", refresh.id, error)
+            requests.finished(refresh.id, FAILED, str(error))
+            return
+        requests.started(refresh.id, sum(part.estimated_rows for part in selections))
+        after = tuple(refresh.last_key) if refresh.last_key else None
+        fingerprints = [selection.fingerprint(conn, part.relation.oid) for part in selections]
+        self._jobs[refresh.id] = Job(refresh, selections, fingerprints, min(refresh.part, len(selections) - 1), after)
+        logger.info("refresh %d: %s%s", refresh.id, refresh.query, f" after {after}" if after else "")
+
+    def _advance(self, conn: Connection, requests: Requests, job: Job) -> bool:
+        """Do one thing for a refresh; False when there was nothing to do but wait."""
+        try:
+            settled = self._settle(conn, requests, job)
+            if job.id not in self._jobs:
+                return True
+            if len(job.on_the_way) < WINDOWS_ON_THE_WAY and not job.at_end:
+                self._open_window(conn, job, None)
+                return True
+            return settled
+        except psycopg.OperationalError:
+            raise
+        except _StartOver as changed:
+            self._start_over(conn, requests, job, changed.selections)
+            return True
+        except _Interrupted:
+            self._drop(job)
+            return True
+        except (psycopg.Error, RefreshError) as error:
+            logger.error("refresh %d: %s", job.id, _sentence(error))
+            self._drop(job)
+            requests.finished(job.id, FAILED, _sentence(error))
+            return True
+
+    def _start_over(self, conn: Connection, requests: Requests, job: Job, selections: list[Selection]) -> None:
+        """The keys read so far mean nothing any more: the table got another key, or other partitions."""
+        logger.warning("refresh %d starts over: %s got another key.", job.id, job.selection.relation.doctype)
+        self._drop(job)
+        fingerprints = [selection.fingerprint(conn, part.relation.oid) for part in selections]
+        self._jobs[job.id] = Job(job.refresh, selections, fingerprints, 0, None)
+        requests.next_part(job.id, 0)
+
+    def _settle(self, conn: Connection, requests: Requests, job: Job) -> bool:
+        """Store what is in the target, read again what is void, end what is done."""
+        progressed = False
+        while job.on_the_way and self._board.window(job.on_the_way[0].window).state is State.APPLIED:
+            chunk = job.on_the_way.popleft()
+            window = self._board.window(chunk.window)
+            requests.advanced(
+                job.id,
+                part=chunk.part,
+                last_key=chunk.last_key,
+                rows=chunk.rows,
+                superseded=window.superseded,
+                voided=chunk.voided,
+            )
+            self._board.forget(chunk.window)
+            progressed = True
+        for chunk in job.on_the_way:
+            if self._board.window(chunk.window).state is State.VOID:
+                progressed |= self._read_again(conn, job, chunk)
+        if job.at_end and not job.on_the_way:
+            self._end_part(requests, job)
+            progressed = True
+        return progressed
+
+    def _read_again(self, conn: Connection, job: Job, chunk: Chunk) -> bool:
+        window = self._board.window(chunk.window)
+        now = time.monotonic()
+        if not chunk.not_before:
+            chunk.not_before = now + chunk.pause()
+            chunk.voided += 1
+            logger.warning(
+                "A window over %s is read again (%d): %s.",
+                job.selections[chunk.part].relation.doctype,
+                chunk.voided,
+                window.reason,
+            )
+        if now < chunk.not_before:
+            return False
+        self._board.forget(chunk.window)
+        chunk.not_before = 0.0
+        self._open_window(conn, job, chunk)
+        return True
+
+    def _end_part(self, requests: Requests, job: Job) -> None:
+        if job.part + 1 < len(job.selections):
+            job.part, job.after, job.at_end = job.part + 1, None, False
+            requests.next_part(job.id, job.part)
+            return
+        requests.finished(job.id, DONE)
+        del self._jobs[job.id]
+        logger.info("refresh %d is done", job.id)
+
+    def _open_window(self, conn: Connection, job: Job, again: Chunk | None) -> None:
+        """One window: low mark, snapshot, rows, high mark. Reads the next chunk, or one that turned out void."""
+        part = again.part if again else job.part
+        before = self._keep_understanding(conn, job, part)
+        chosen = job.selections[part]
+        window = str(uuid.uuid4())
+        self._board.expect(window, chosen.relation.oid)
+        chunk = again or Chunk(part, [])
+        chunk.window = window
+        try:
+            self._mark(conn, window, LOW)
+            rows = self._read_unless_altered(conn, job, chunk, before)
+            if rows is None:
+                self._board.void(window, f"{chosen.relation.doctype} was rewritten, truncated or altered meanwhile")
+            else:
+                self._board.read(window, rows)
+        except BaseException:
+            self._board.void(window, "reading it failed")
+            if again is None:
+                self._board.forget(window)
+            raise
+        finally:
+            self._close_marks(window)
+        if again is None and rows is None and not chunk.ranges:
+            # It looked empty, or could not even be divided: the next window begins where this one would have.
+            self._board.forget(window)
+        elif again is None:
+            job.on_the_way.append(chunk)
+            job.after = chunk.last_key
+            job.at_end = job.after is None
+
+    def _read_unless_altered(self, conn: Connection, job: Job, chunk: Chunk, before: str) -> WindowRows | None:
+        """The chunk's rows; None where the table has changed since its fingerprint was taken.
+
+        To a snapshot from before a rewrite or a TRUNCATE it looks empty, and a SELECT of columns that are gone fails.
+        """
+        chosen = job.selections[chunk.part]
+        try:
+            rows = self._read_watched(conn, job, chosen, chunk)
+        except (psycopg.Error, RefreshError) as error:
+            if selection.fingerprint(conn, chosen.relation.oid) == before:
+                raise
+            logger.debug("reading %s failed: %s", chosen.relation.doctype, error)
+            return None
+        if selection.fingerprint(conn, chosen.relation.oid) == before:
+            return rows
+        rows.discard()
+        return None
+
+    def _keep_understanding(self, conn: Connection, job: Job, part: int) -> str:
+        """The table's fingerprint; when it changed since the SELECT was understood, it has to be understood anew."""
+        found = selection.fingerprint(conn, job.selections[part].relation.oid)
+        if found != job.fingerprints[part]:
+            anew = selection.understand(conn, self._settings, _statement(job.refresh))
+            if [_keys(one) for one in anew] != [_keys(one) for one in job.selections]:
+                raise _StartOver(anew)
+            job.selections = anew
+            job.fingerprints[part] = found
+        return found
+
+    def _read_watched(self, conn: Connection, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
+        """Read in another thread, so that a refresh that was cancelled, or a stop, need not wait for a slow SELECT."""
+        requests = Requests(conn, self._settings)
+        reading = self._reader.submit(self._read, job, chosen, chunk)
+        interrupted = False
+        while not wait([reading], timeout=_WATCH_SECONDS).done:
+            found = requests.get(job.id)
+            if self._stopping.is_set() or found is None or found.is_over:
+                interrupted = True
+                conn.execute(_CANCEL_READERS, [reader_name(chunk.window)])
+        if interrupted:
+            raise _Interrupted
+        return reading.result()
+
+    def _read(self, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
+        """Read the chunk's ranges under one snapshot. A chunk without ranges gets the next ones."""
+        with connect(self._settings) as conn:
+            conn.execute(_NAME_READER, [reader_name(chunk.window)])
+            return self._read_under_snapshot(conn, job, chosen, chunk)
+
+    def _read_under_snapshot(self, conn: Connection, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
+        with one_snapshot(conn):
+            # The first statement is what takes the snapshot, so it must be the board's.
+            self._board.snapshot(chunk.window, lambda: current_snapshot(conn))
+            exported = _value(conn, "SELECT pg_catalog.pg_export_snapshot()")
+            if not chunk.ranges:
+                rows = job.refresh.chunk_rows or self._settings.chunk_rows
+                parallelism = self._settings.chunk_parallelism
+                chunk.ranges = chunks.next_ranges(conn, chosen, job.after, rows, parallelism)
+            folder = self._spool.window_folder()
+            tasks = [
+                RangeTask(
+                    self._settings,
+                    chosen,
+                    found,
+                    exported,
+                    chunk.window,
+                    number,
+                    str(folder / f"{chunk.window}-{number}.parquet"),
+                )
+                for number, found in enumerate(chunk.ranges)
+            ]
+            done = read_ranges(self._spark(), tasks)
+        chunk.rows = sum(read.rows for read in done)
+        return WindowRows(
+            id=chunk.window,
+            refresh=job.id,
+            layout=Layout(chosen.relation, chosen.columns, chosen.left_out),
+            segments=tuple(task.path for task, read in zip(tasks, done, strict=True) if read.rows),
+            numbers=tuple(task.number for task, read in zip(tasks, done, strict=True) if read.rows),
+            rows=chunk.rows,
+            size_bytes=sum(read.size_bytes for read in done),
+            widest_bytes=max((read.widest_bytes for read in done), default=0),
+        )
+
+    def _mark(self, conn: Connection, window: str, mark: str) -> None:
+        table = quoted(self._settings.ctrl_namespace, self._settings.wm_table)
+        conn.execute(sql.SQL("INSERT INTO {} (id, mark) VALUES (%s, %s)").format(table), [window, mark])
+
+    def _close_marks(self, window: str) -> None:
+        """Write the high mark and clear both away. A low mark without its high would keep the batch open for ever."""
+        table = quoted(self._settings.ctrl_namespace, self._settings.wm_table)
+        try:
+            with connect(self._settings) as conn:
+                self._mark(conn, window, HIGH)
+                conn.execute(sql.SQL("DELETE FROM {} WHERE id = %s").format(table), [window])
+        except (DbsyncError, psycopg.Error) as error:
+            self._board.void(window, "its high mark could not be written")
+            logger.debug("high mark: %s", error)
+
+    def _sweep_marks(self, conn: Connection) -> None:
+        """Marks left by a crash are of no use: what they were to release died with the process.
+
+        Another dbsync's marks may be among them; they do their work in the log, where they stay.
+        """
+        table = sql.Identifier(self._settings.ctrl_namespace, self._settings.wm_table)
+        conn.execute(sql.SQL("DELETE FROM {}").format(table))
+
+    def _ask_for_first_copies(self, conn: Connection, requests: Requests) -> None:
+        """Every published table is copied once, when it is first seen."""
+        now = time.monotonic()
+        if self._settings.snapshot != INITIAL or now - self._looked_for_tables < _LOOK_FOR_TABLES_SECONDS:
+            return
+        self._looked_for_tables = now
+        asked = requests.first_copies()
+        for schema, table in control.published_tables(conn, self._settings):
+            name = sql.Identifier(schema, table)
+            oid = int(_value(conn, sql.SQL("SELECT {}::regclass::oid::int8").format(sql.Literal(name.as_string(conn)))))
+            if oid in asked or oid in self._passed_over:
+                continue
+            query = sql.SQL("SELECT * FROM {}").format(name).as_string(conn)
+            try:
+                selection.understand(conn, self._settings, query)
+            except RefreshError as error:
+                logger.warning("The first copy of %s.%s is left out: %s", schema, table, error)
+                self._passed_over.add(oid)
+                continue
+            requests.submit(query, kind=INITIAL, relation=oid)
+            logger.info("%s.%s gets its first copy; --snapshot never leaves that out", schema, table)
+
+    def _drop(self, job: Job) -> None:
+        for chunk in job.on_the_way:
+            self._board.void(chunk.window, "the refresh has ended")
+            self._board.forget(chunk.window)
+        self._jobs.pop(job.id, None)
+
+    def _abandon(self) -> None:
+        for job in list(self._jobs.values()):
+            self._drop(job)
+
+
+@dataclass(frozen=True, slots=True)
+class RangeTask:
+    """What an executor needs to read a range."""
+
+    settings: Settings
+    selection: Selection
+    range: Range
+    snapshot: str
+    window: str
+    number: int
+    path: str
+
+
+class Read(NamedTuple):
+    """What was read of a range."""
+
+    rows: int
+    size_bytes: int
+    widest_bytes: int
+
+
+def read_ranges(spark: SparkSession, tasks: list[RangeTask]) -> list[Read]:
+    """Read ranges side by side on the executors."""
+    if not tasks:
+        return []
+    try:
+        results: list[Any] = spark.sparkContext.parallelize(tasks, len(tasks)).map(try_range).collect()
+    except (PySparkException, Py4JError, OSError, EOFError) as error:
+        if ended := why_spark_ended(spark):
+            raise ended from error
+        raise StreamError(f"Spark could not read a chunk: {reason(error)}.") from error
+    for result in results:
+        if isinstance(result, DbsyncError):
+            raise result
+    return results
+
+
+def try_range(task: RangeTask) -> Read | DbsyncError:
+    """Read a range. What goes wrong is a result like any other, so that its words reach the one who asked."""
+    try:
+        with disk_errors(Path(task.path).parent):
+            return read_range(task)
+    except DbsyncError as error:
+        return error
+    except psycopg.OperationalError as error:
+        return StreamError(_sentence(error))
+    except psycopg.Error as error:
+        return RefreshError(_sentence(error))
+
+
+def read_range(task: RangeTask) -> Read:
+    """Read one range into a segment, in groups of bounded size. Writes no file where there is no row."""
+    rows = size = widest = 0
+    with ExitStack() as open_things:
+        conn = open_things.enter_context(connect(task.settings))
+        conn.execute(_NAME_READER, [reader_name(task.window)])
+        open_things.enter_context(one_snapshot(conn))
+        conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(task.snapshot)))
+        copy = open_things.enter_context(chunks.copy_out(conn, task.selection, task.range))
+        writer: pq.ParquetWriter | None = None
+        for ids, lines in _groups(copy, task.selection):
+            if writer is None:
+                writer = open_things.enter_context(pq.ParquetWriter(task.path, WINDOW_SCHEMA, use_dictionary=False))
+            places = (task.number << ROW_BITS) + np.arange(rows, rows + len(ids), dtype=np.int64)
+            columns = [pa.array(ids, pa.string()), pa.array(places), pa.array(lines, pa.binary())]
+            writer.write_table(pa.table(columns, schema=WINDOW_SCHEMA))
+            rows += len(ids)
+            size += sum(map(len, lines))
+            widest = max(widest, max(map(len, lines)))
+    return Read(rows, size, widest)
+
+
+def _groups(lines: Iterable[Buffer], chosen: Selection) -> Iterator[tuple[list[str], list[bytes]]]:
+    width = len(chosen.relation.key)
+    ids: list[str] = []
+    bodies: list[bytes] = []
+    size = 0
+    for data in lines:
+        line = bytes(data)[:-1]  # without its newline
+        ids.append(_line_id(line, width))
+        bodies.append(line)
+        size += len(line)
+        if len(ids) >= ROWS_A_GROUP or size >= BYTES_A_GROUP:
+            yield ids, bodies
+            ids, bodies, size = [], [], 0
+    if ids:
+        yield ids, bodies
+
+
+def _line_id(line: bytes, width: int) -> str:
+    """The id of a row: the first columns of its line are its key."""
+    parts = [str(part, "utf-8") for part in line.split(b"\t", width)[:width]]
+    return identifier([unescape(part) if "\\" in part else part for part in parts])
+
+
+@contextmanager
+def one_snapshot(conn: Connection) -> Iterator[None]:
+    """A REPEATABLE READ, READ ONLY transaction that is always rolled back."""
+    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        yield
+    finally:
+        if not conn.closed:
+            conn.rollback()
+
+
+def reader_name(window: str) -> str:
+    """What a session that reads for a window calls itself."""
+    return f"dbsync window {window}"
+
+
+def current_snapshot(conn: Connection) -> Snapshot:
+    return Snapshot.parse(str(_value(conn, "SELECT pg_catalog.pg_current_snapshot()")))
+
+
+def _value(conn: Connection, query: Any) -> Any:
+    row = conn.execute(query).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def _statement(refresh: Refresh) -> str | Statement:
+    return Statement.from_json(json.dumps(refresh.params)) if refresh.params else refresh.query
+
+
+def _keys(chosen: Selection) -> tuple[int, Any]:
+    """What the bounds of ranges depend on: the table, and its key's columns with their types and operators."""
+    return chosen.relation.oid, chosen.key
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, DbsyncError):
+        return str(error)
+    words = error.diag.message_primary if isinstance(error, psycopg.Error) else None
+    return f"{(words or str(error)).rstrip('.')}."
