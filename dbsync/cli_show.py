@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,11 +68,12 @@ def configure_logging(level: str) -> None:
     handler.addFilter(_is_told_by_the_log)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("dbsync").setLevel(level.upper())
-    # Py4J tells of every broken connection to a JVM that is being shut down.
-    logging.getLogger("py4j").setLevel(logging.CRITICAL)
 
 
 def _is_told_by_the_log(record: logging.LogRecord) -> bool:
+    # Py4J tells of every broken connection to a JVM that is being shut down, partly through the root logger.
+    if Path(record.pathname).parent.name == "py4j":
+        return False
     # What ends a run is raised as well, and then told once, with its hint.
     return not (record.name == "dbsync.syncer" and record.levelno >= logging.ERROR)
 
