@@ -8,11 +8,12 @@ that the publication does not publish are not read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from psycopg import Copy, RawCursor, sql
+from psycopg import pq, sql
+from psycopg.abc import Buffer
+from psycopg.errors import error_from_result
 
 from dbsync.connection import Connection
 from dbsync.relation import Relation
@@ -22,6 +23,10 @@ Key: TypeAlias = tuple[str, ...]
 """The texts of a key's columns, in the order of the key's index."""
 
 _CUTS_A_RANGE = 16
+
+# How many lines of a range are in memory at once.
+ROWS_A_GROUP = 20_000
+BYTES_A_GROUP = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +127,8 @@ def _even(cuts: list[tuple[int, Key]], total: int, parallelism: int) -> list[Key
     return [key for _, key in sorted(set(found))]
 
 
-@contextmanager
-def copy_out(conn: Connection, selection: Selection, range: Range) -> Iterator[Copy]:
-    """The rows of a range as lines of COPY's text format, with the columns of `selection.columns`.
+def copy_out(conn: Connection, selection: Selection, range: Range) -> Iterator[list[Buffer]]:
+    """The rows of a range as lines of COPY's text format, with the columns of `selection.columns`, in groups.
 
     Runs in the transaction `conn` has open (with the window's snapshot), if any.
     """
@@ -132,8 +136,40 @@ def copy_out(conn: Connection, selection: Selection, range: Range) -> Iterator[C
     query = f"COPY ({_rows_query(selection, range, values)}) TO STDOUT"
     with unbroken(conn), explained(), reading(conn):
         values.apply(conn)
-        with RawCursor(conn).copy(query.encode()) as copy:
-            yield copy
+        yield from _copied(conn, query.encode())
+
+
+def _copied(conn: Connection, query: bytes) -> Iterator[list[Buffer]]:
+    """What COPY sends. libpq is asked itself: psycopg's own way costs more a line than all that is done with it."""
+    result = conn.pgconn.exec_(query)
+    more = result.status == pq.ExecStatus.COPY_OUT
+    try:
+        while more:
+            lines, more = _group(conn.pgconn)
+            yield lines
+    except GeneratorExit:
+        conn.cancel_safe()
+        while more:
+            _, more = _group(conn.pgconn)
+        raise
+    finally:
+        while following := conn.pgconn.get_result():
+            result = following
+    if result.status != pq.ExecStatus.COMMAND_OK:
+        raise error_from_result(result)
+
+
+def _group(pgconn: pq.abc.PGconn) -> tuple[list[Buffer], bool]:
+    """The next lines, and whether there may be more."""
+    lines: list[Buffer] = []
+    room = BYTES_A_GROUP
+    while room > 0 and len(lines) < ROWS_A_GROUP:
+        size, line = pgconn.get_copy_data(0)
+        if size <= 0:
+            return lines, False
+        lines.append(line)
+        room -= size
+    return lines, True
 
 
 def dry_run(conn: Connection, selection: Selection) -> None:

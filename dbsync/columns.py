@@ -77,8 +77,12 @@ class LineColumns(_Columns):
         super().__init__(columns, [specs[name] for name in columns])
 
     def texts(self, lines: pa.BinaryArray) -> list[Texts]:
-        split = [str(line, "utf-8").split("\t") for line in lines.to_pylist()]
-        return [_plain(texts) for texts in zip(*split, strict=True)]
+        whole = str(b"\t".join(lines.to_pylist()), "utf-8")
+        texts, width = whole.split("\t"), len(self._names)
+        if len(texts) != width * len(lines):
+            raise DecodeError(f"A line of COPY does not have the {width} columns asked for.")
+        columns = (texts[column::width] for column in range(width))
+        return [_plain(column) for column in columns] if "\\" in whole else list(columns)
 
 
 class _Walk:
@@ -150,7 +154,7 @@ def _texts(content: str, start: Ints, length: Ints) -> Texts:
     return [text if text is None or text.isascii() else str(text.encode("latin-1"), "utf-8") for text in found]
 
 
-def _plain(texts: tuple[str, ...]) -> Texts:
+def _plain(texts: list[str]) -> Texts:
     """A column of COPY's text format as PostgreSQL's plain text."""
     if "\\" not in "".join(texts):
         return texts

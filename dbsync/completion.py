@@ -28,7 +28,8 @@ from dbsync.connection import Connection, connect
 from dbsync.errors import DbsyncError, StreamError
 from dbsync.fold import Final, Source
 from dbsync.lsn import LSN
-from dbsync.refresh import current_snapshot, one_snapshot
+from dbsync.ranges import one_snapshot
+from dbsync.refresh import current_snapshot
 from dbsync.relation import Relation
 
 logger = logging.getLogger(__name__)

@@ -16,21 +16,13 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psycopg
-import pyarrow as pa
-import pyarrow.parquet as pq
 from psycopg import sql
-from psycopg.abc import Buffer
-from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException
 
 from dbsync import chunks, control, selection
 from dbsync.board import WindowBoard
@@ -39,11 +31,9 @@ from dbsync.config import Settings
 from dbsync.connection import Connection, connect
 from dbsync.connection import identifier as quoted
 from dbsync.errors import DbsyncError, RefreshError, StreamError
-from dbsync.private import disk_errors
-from dbsync.relation import identifier, unescape
+from dbsync.ranges import RangeTask, name_reader, one_snapshot, read_ranges, reader_name, sentence_of
 from dbsync.requests import DONE, FAILED, INITIAL, Refresh, Requests
-from dbsync.spark import reason, why_spark_ended
-from dbsync.spool import ROW_BITS, WINDOW_SCHEMA, Layout, Spool, WindowRows
+from dbsync.spool import Layout, Spool, WindowRows
 from dbsync.statement import Statement
 from dbsync.window import HIGH, LOW, Snapshot, State
 
@@ -53,13 +43,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WINDOWS_ON_THE_WAY = 4
-ROWS_A_GROUP = 20_000
-BYTES_A_GROUP = 16 * 1024 * 1024
 
 _POLL_SECONDS = 0.25
 _WATCH_SECONDS = 0.5
 
-_NAME_READER = "SELECT pg_catalog.set_config('application_name', %s, false)"
 _CANCEL_READERS = """
     SELECT pg_catalog.pg_cancel_backend(pid) FROM pg_catalog.pg_stat_activity
     WHERE application_name = %s AND usename = current_user"""
@@ -153,7 +140,7 @@ class Refresher:
                 self._abandon()
             except (psycopg.OperationalError, StreamError) as error:
                 # The jobs are forgotten and taken up again from what the table says is applied.
-                logger.warning("Refreshing is interrupted: %s Trying again in %.1f s.", _sentence(error), pause)
+                logger.warning("Refreshing is interrupted: %s Trying again in %.1f s.", sentence_of(error), pause)
                 self._abandon()
                 self._stopping.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -221,9 +208,9 @@ class Refresher:
             self._drop(job)
             return True
         except (psycopg.Error, RefreshError) as error:
-            logger.error("refresh %d: %s", job.id, _sentence(error))
+            logger.error("refresh %d: %s", job.id, sentence_of(error))
             self._drop(job)
-            requests.finished(job.id, FAILED, _sentence(error))
+            requests.finished(job.id, FAILED, sentence_of(error))
             return True
 
     def _start_over(self, conn: Connection, requests: Requests, job: Job, selections: list[Selection]) -> None:
@@ -363,7 +350,7 @@ class Refresher:
     def _read(self, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
         """Read the chunk's ranges under one snapshot. A chunk without ranges gets the next ones."""
         with connect(self._settings) as conn:
-            conn.execute(_NAME_READER, [reader_name(chunk.window)])
+            name_reader(conn, chunk.window)
             return self._read_under_snapshot(conn, job, chosen, chunk)
 
     def _read_under_snapshot(self, conn: Connection, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
@@ -457,117 +444,6 @@ class Refresher:
             self._drop(job)
 
 
-@dataclass(frozen=True, slots=True)
-class RangeTask:
-    """What an executor needs to read a range."""
-
-    settings: Settings
-    selection: Selection
-    range: Range
-    snapshot: str
-    window: str
-    number: int
-    path: str
-
-
-class Read(NamedTuple):
-    """What was read of a range."""
-
-    rows: int
-    size_bytes: int
-    widest_bytes: int
-
-
-def read_ranges(spark: SparkSession, tasks: list[RangeTask]) -> list[Read]:
-    """Read ranges side by side on the executors."""
-    if not tasks:
-        return []
-    try:
-        results: list[Any] = spark.sparkContext.parallelize(tasks, len(tasks)).map(try_range).collect()
-    except (PySparkException, Py4JError, OSError, EOFError) as error:
-        if ended := why_spark_ended(spark):
-            raise ended from error
-        raise StreamError(f"Spark could not read a chunk: {reason(error)}.") from error
-    for result in results:
-        if isinstance(result, DbsyncError):
-            raise result
-    return results
-
-
-def try_range(task: RangeTask) -> Read | DbsyncError:
-    """Read a range. What goes wrong is a result like any other, so that its words reach the one who asked."""
-    try:
-        with disk_errors(Path(task.path).parent):
-            return read_range(task)
-    except DbsyncError as error:
-        return error
-    except psycopg.OperationalError as error:
-        return StreamError(_sentence(error))
-    except psycopg.Error as error:
-        return RefreshError(_sentence(error))
-
-
-def read_range(task: RangeTask) -> Read:
-    """Read one range into a segment, in groups of bounded size. Writes no file where there is no row."""
-    rows = size = widest = 0
-    with ExitStack() as open_things:
-        conn = open_things.enter_context(connect(task.settings))
-        conn.execute(_NAME_READER, [reader_name(task.window)])
-        open_things.enter_context(one_snapshot(conn))
-        conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(task.snapshot)))
-        copy = open_things.enter_context(chunks.copy_out(conn, task.selection, task.range))
-        writer: pq.ParquetWriter | None = None
-        for ids, lines in _groups(copy, task.selection):
-            if writer is None:
-                writer = open_things.enter_context(pq.ParquetWriter(task.path, WINDOW_SCHEMA, use_dictionary=False))
-            places = (task.number << ROW_BITS) + np.arange(rows, rows + len(ids), dtype=np.int64)
-            columns = [pa.array(ids, pa.string()), pa.array(places), pa.array(lines, pa.binary())]
-            writer.write_table(pa.table(columns, schema=WINDOW_SCHEMA))
-            rows += len(ids)
-            size += sum(map(len, lines))
-            widest = max(widest, max(map(len, lines)))
-    return Read(rows, size, widest)
-
-
-def _groups(lines: Iterable[Buffer], chosen: Selection) -> Iterator[tuple[list[str], list[bytes]]]:
-    width = len(chosen.relation.key)
-    ids: list[str] = []
-    bodies: list[bytes] = []
-    size = 0
-    for data in lines:
-        line = bytes(data)[:-1]  # without its newline
-        ids.append(_line_id(line, width))
-        bodies.append(line)
-        size += len(line)
-        if len(ids) >= ROWS_A_GROUP or size >= BYTES_A_GROUP:
-            yield ids, bodies
-            ids, bodies, size = [], [], 0
-    if ids:
-        yield ids, bodies
-
-
-def _line_id(line: bytes, width: int) -> str:
-    """The id of a row: the first columns of its line are its key."""
-    parts = [str(part, "utf-8") for part in line.split(b"\t", width)[:width]]
-    return identifier([unescape(part) if "\\" in part else part for part in parts])
-
-
-@contextmanager
-def one_snapshot(conn: Connection) -> Iterator[None]:
-    """A REPEATABLE READ, READ ONLY transaction that is always rolled back."""
-    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-    try:
-        yield
-    finally:
-        if not conn.closed:
-            conn.rollback()
-
-
-def reader_name(window: str) -> str:
-    """What a session that reads for a window calls itself."""
-    return f"dbsync window {window}"
-
-
 def current_snapshot(conn: Connection) -> Snapshot:
     return Snapshot.parse(str(_value(conn, "SELECT pg_catalog.pg_current_snapshot()")))
 
@@ -585,10 +461,3 @@ def _statement(refresh: Refresh) -> str | Statement:
 def _keys(chosen: Selection) -> tuple[int, Any]:
     """What the bounds of ranges depend on: the table, and its key's columns with their types and operators."""
     return chosen.relation.oid, chosen.key
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, DbsyncError):
-        return str(error)
-    words = error.diag.message_primary if isinstance(error, psycopg.Error) else None
-    return f"{(words or str(error)).rstrip('.')}."

@@ -143,6 +143,19 @@ class Batch:
     def layouts(self) -> tuple[Layout, ...]:
         return tuple(rows.layout for rows, _ in self.windows)
 
+    @property
+    def folds(self) -> bool:
+        """Whether some event lacks values, so that it has to be seen together with those before it."""
+        return self.partials > 0 or any(rows.layout.left_out for rows, _ in self.windows)
+
+    @property
+    def keys_are_distinct(self) -> bool:
+        """Whether no key can have been re-read twice: windows of one refresh read disjoint ranges."""
+        refreshes: dict[str, set[int]] = {}
+        for rows, _ in self.windows:
+            refreshes.setdefault(rows.layout.relation.doctype, set()).add(rows.refresh)
+        return all(len(found) == 1 for found in refreshes.values())
+
     def discard(self) -> None:
         for rows, _ in self.windows:
             rows.discard()

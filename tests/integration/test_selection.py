@@ -77,8 +77,8 @@ def conn(settings: Settings) -> Iterator[Connection]:
 
 
 def lines(conn: Connection, selection: Selection, part: Range) -> list[str]:
-    with copy_out(conn, selection, part) as copy:
-        return [bytes(line).decode().removesuffix("\n") for line in copy]
+    groups = copy_out(conn, selection, part)
+    return [bytes(line).decode().removesuffix("\n") for group in groups for line in group]
 
 
 def everything(conn: Connection, selection: Selection) -> list[str]:

@@ -19,7 +19,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 from recording import Documents, RecordingBatcher, SqliteBatcher
 
-from dbsync import Batcher, compact
+from dbsync import Batcher, compact, fewevents
 from dbsync.compact import Applied
 from dbsync.errors import BatcherError
 from dbsync.fold import Final
@@ -38,6 +38,13 @@ few = settings(
 )
 
 BOTH_WAYS = pytest.mark.parametrize("by_handler", [False, True], ids=["mirror", "handler"])
+
+
+@pytest.fixture(params=[True, False], ids=["few", "many"], autouse=True)
+def few_or_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of few events are reduced in one stage and those of many by SQL; whatever a test has goes either way."""
+    for limit in ("FEW_EVENTS", "FEW_BYTES"):
+        monkeypatch.setattr(fewevents, limit, 1 << 60 if request.param else -1)
 
 
 @pytest.fixture
