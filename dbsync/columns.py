@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +26,26 @@ Convert: TypeAlias = Callable[[Texts], Sequence[Any]]
 WIDE_BYTES = 64 * 1024  # from here on a row is opened by itself
 
 
+class Content:
+    """The bytes of many frames behind one another."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.bytes: Bytes = np.frombuffer(data + PADDING, dtype=np.uint8)
+
+    @cached_property
+    def text(self) -> str:
+        """As Latin-1, so that places in it are places in the bytes."""
+        return self._data.decode("latin-1")
+
+    def number(self, at: Ints, size: int) -> Ints:
+        """The numbers that stand at these places, `size` bytes each."""
+        found: Ints = self.bytes[at].astype(np.int64)
+        for place in range(1, size):
+            found = (found << 8) | self.bytes[at + place]
+        return found
+
+
 class _Columns:
     """Documents with these columns, from the columns' texts."""
 
@@ -38,8 +59,11 @@ class _Columns:
 
     def rows(self, columns: Sequence[Texts]) -> Iterator[tuple[Any, ...]]:
         """The typed values of each row."""
-        typed = [convert(texts) for convert, texts in zip(self._convert, columns, strict=True)]
-        return zip(*typed, strict=True)
+        return zip(*self.typed(columns), strict=True)
+
+    def typed(self, columns: Sequence[Texts]) -> list[Sequence[Any]]:
+        """The typed values of each column."""
+        return [convert(texts) for convert, texts in zip(self._convert, columns, strict=True)]
 
 
 class FrameColumns(_Columns):
@@ -51,21 +75,19 @@ class FrameColumns(_Columns):
 
     def texts(self, frames: pa.BinaryArray) -> list[Texts] | None:
         """The texts of each column, or None where the frames have to be opened one by one."""
-        return self.texts_at(*_content(frames))
+        data, starts = _content(frames)
+        return self.texts_at(Content(data), starts) if len(data) <= WIDE_BYTES * len(frames) else None
 
-    def texts_at(self, data: bytes, starts: Ints) -> list[Texts] | None:
-        """The same of frames that begin at these places of the data."""
-        if len(data) > WIDE_BYTES * len(starts):
-            return None
-        walk = _Walk(data, len(self._names), self._relation.doctype)
+    def texts_at(self, content: Content, starts: Ints) -> list[Texts] | None:
+        """The same of frames that begin at these places."""
+        walk = _Walk(content, len(self._names), self._relation.doctype)
         at = walk.new_tuples(starts)
-        texts = data.decode("latin-1")
         columns = []
         for _ in self._names:
             start, length, at = walk.column(at)
             if walk.is_special:
                 return None
-            columns.append(_texts(texts, start, length))
+            columns.append(_texts(content.text, start, length))
         return columns
 
 
@@ -88,8 +110,9 @@ class LineColumns(_Columns):
 class _Walk:
     """Goes through the tuples of all frames side by side."""
 
-    def __init__(self, data: bytes, width: int, doctype: str) -> None:
-        self._bytes: Bytes = np.frombuffer(data + PADDING, dtype=np.uint8)
+    def __init__(self, content: Content, width: int, doctype: str) -> None:
+        self._content = content
+        self._bytes = content.bytes
         self._width = width
         self._doctype = doctype
         self.is_special = False  # a value was left out, or is not text
@@ -114,19 +137,13 @@ class _Walk:
         if bool(((kind == LEFT_OUT) | (kind == BINARY)).any()):
             self.is_special = True
         valued = (kind == TEXT) | (kind == BINARY)
-        length = np.where(valued, self._number(at + 1, 4), -1)
+        length = np.where(valued, self._content.number(at + 1, 4), -1)
         return at + 5, length, at + np.where(valued, 5 + length, 1)
 
     def _columns_begin(self, at: Ints) -> Ints:
-        if not bool((self._number(at, 2) == self._width).all()):
+        if not bool((self._content.number(at, 2) == self._width).all()):
             raise DecodeError(f"A row of {self._doctype} does not have the {self._width} columns announced.")
         return at + 2
-
-    def _number(self, at: Ints, size: int) -> Ints:
-        found: Ints = self._bytes[at].astype(np.int64)
-        for place in range(1, size):
-            found = (found << 8) | self._bytes[at + place]
-        return found
 
 
 def _content(frames: pa.BinaryArray) -> tuple[bytes, Ints]:
@@ -138,7 +155,7 @@ def _content(frames: pa.BinaryArray) -> tuple[bytes, Ints]:
 
 
 def _texts(content: str, start: Ints, length: Ints) -> Texts:
-    """A column's values; `content` is bytes as Latin-1, so that places in it are places in the bytes."""
+    """A column's values."""
     ends = (start + np.maximum(length, 0)).tolist()
     found: list[str | None]
     if bool((length < 0).any()):

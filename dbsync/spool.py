@@ -246,12 +246,12 @@ class _Marks:
 
     types: list[str] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
-    lsns: list[int] = field(default_factory=list)
-    ordinals: list[int] = field(default_factory=list)
-    transactions: list[int] = field(default_factory=list)
     ops: list[int] = field(default_factory=list)
-    bodies: list[bytes | memoryview | None] = field(default_factory=list)
+    forms: list[int] = field(default_factory=list)
+    bodies: list[bytes | None] = field(default_factory=list)
     priors: list[str | None] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)
+    next_ordinal: int = -1  # where the last run goes on
 
 
 class BatchWriter:
@@ -293,6 +293,7 @@ class BatchWriter:
             self.opened_at = datetime.now(UTC)
         self._open_lsn = commit_lsn
         self._transactions += 1
+        self._marks.next_ordinal = -1
         self._start_run(0)
 
     def commit(self, commit_lsn: LSN, end_lsn: LSN) -> None:
@@ -331,25 +332,26 @@ class BatchWriter:
             self.flush()
 
     def add_mark(
-        self, doctype: str, id: str, op: int, body: bytes | memoryview | None, prior: str | None = None
+        self, doctype: str, id: str, op: int, body: bytes | None, prior: str | None = None, *, form: int = PICKLE
     ) -> None:
-        """What a handler says; the body is a pickle, or (a memoryview) the frame that the document came in."""
+        """What a handler says; the body is a pickle, or the frame that the document came in."""
         if self.opened_at is None:
             self.opened_at = datetime.now(UTC)
-        marks = self._marks
+        marks, frames = self._marks, len(self._frames)
+        ordinal = self._run_ordinal + frames - self._run_start
+        if ordinal != marks.next_ordinal:
+            marks.runs.append(_Run(len(marks.ids), self._open_lsn, ordinal, self._transactions))
+        marks.next_ordinal = ordinal + 1
         marks.types.append(doctype)
         marks.ids.append(id)
-        marks.lsns.append(self._open_lsn)
-        marks.transactions.append(self._transactions)
-        ordinal = self._next_ordinal()
-        marks.ordinals.append(2 * ordinal + 1)
         marks.ops.append(op)
+        marks.forms.append(form)
         marks.bodies.append(body)
         marks.priors.append(prior)
-        self._pass_over(ordinal)
-        self._deletes += op == DELETED
-        self._partials += op == PARTIAL
-        self._pending_bytes += len(body) if body else 0
+        # The place is taken by what is not a frame; the next frame, if one comes, begins a run.
+        self._run_start, self._run_ordinal, self._passed_over = frames, ordinal + 1, True
+        if body is not None:
+            self._pending_bytes += len(body)
         if len(marks.ids) >= SEGMENT_EVENTS or self._pending_bytes >= SEGMENT_BYTES:
             self.flush()
 
@@ -446,10 +448,6 @@ class BatchWriter:
         self._run_start, self._run_ordinal, self._passed_over = len(self._frames), ordinal, False
         self._runs.append(_Run(self._run_start, self._open_lsn, ordinal, self._transactions))
 
-    def _pass_over(self, ordinal: int) -> None:
-        """The place is taken by what is not a frame; the next frame, if one comes, begins a run."""
-        self._run_start, self._run_ordinal, self._passed_over = len(self._frames), ordinal + 1, True
-
     def _flush_frames(self) -> None:
         found = mirror.extract(self._frames, self._relations)
         lsns, ordinals, ranks = _order(self._runs, len(self._frames))
@@ -488,26 +486,38 @@ class BatchWriter:
 
     def _flush_marks(self) -> None:
         marks, self._marks = self._marks, _Marks()
-        count = len(marks.ids)
+        self._deletes += marks.ops.count(DELETED)
+        self._partials += marks.ops.count(PARTIAL)
+        lsns, ordinals, ranks = _order(marks.runs, len(marks.ids))
+        forms = np.array(marks.forms, dtype=np.int8)
+        bodies = _binary(marks.bodies)
         columns = {
             "type": pa.array(marks.types, pa.string()).dictionary_encode(),
             "id": pa.array(marks.ids, pa.string()),
-            "lsn": pa.array(marks.lsns, pa.int64()),
-            "ordinal": pa.array(marks.ordinals, pa.int64()),
-            "rank": pa.array(np.left_shift(marks.transactions, RANK_BITS) + np.array(marks.ordinals, dtype=np.int64)),
-            "at": pa.nulls(count, pa.int64()),
+            "lsn": pa.array(lsns),
+            "ordinal": pa.array(ordinals),
+            "rank": pa.array(ranks),
+            "at": pa.nulls(len(lsns), pa.int64()),
             "op": pa.array(marks.ops, pa.int8()),
-            "form": pa.array([FRAME if type(body) is memoryview else PICKLE for body in marks.bodies], pa.int8()),
-            "relation": pa.array(self._relations_of(marks.bodies), pa.int32()),
-            "body": pa.array(marks.bodies, pa.binary()),
+            "form": pa.array(forms),
+            "relation": pa.array(self._relations_of(bodies, forms == FRAME)),
+            "body": bodies,
             "prior": pa.array(marks.priors, pa.string()),
         }
         self._write(pa.table(columns, SCHEMA))
 
-    def _relations_of(self, bodies: Sequence[bytes | memoryview | None]) -> list[int]:
+    def _relations_of(self, bodies: pa.Array, is_frame: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
         """By which number the relation of each frame goes in this batch."""
-        numbers = {oid: number for number, oid in enumerate(self._relations)}
-        return [numbers[int.from_bytes(body[1:5], "big")] if type(body) is memoryview else -1 for body in bodies]
+        numbers = np.full(len(bodies), -1, dtype=np.int32)
+        if is_frame.any():
+            _, offsets, data = bodies.buffers()
+            content = np.frombuffer(data, dtype=np.uint8)
+            at = np.frombuffer(offsets, dtype=np.int32)[:-1][is_frame]
+            oids = np.zeros(len(at), dtype=np.int64)
+            for place in range(1, 5):
+                oids = (oids << 8) | content[at + place]
+            numbers[is_frame] = _indexes(list(self._relations), oids)
+        return numbers
 
     def _write(self, table: pa.Table) -> None:
         number = len(self._segments)
@@ -563,6 +573,15 @@ def _strings(data: bytes, slices: mirror.Slices) -> pa.Array:
 def _frame_column(found: mirror.Extract) -> pa.Array:
     offsets = pa.py_buffer(found.offsets.astype(np.int32))
     return pa.Array.from_buffers(pa.binary(), len(found.oids), [None, offsets, pa.py_buffer(found.data)])
+
+
+def _binary(values: Sequence[bytes | None]) -> pa.Array:
+    lengths = np.fromiter((0 if value is None else len(value) for value in values), dtype=np.int64, count=len(values))
+    offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    content = pa.py_buffer(b"".join(value for value in values if value is not None))
+    whole = pa.Array.from_buffers(pa.binary(), len(values), [None, pa.py_buffer(offsets), content])
+    missing = np.fromiter((value is None for value in values), dtype=np.bool_, count=len(values))
+    return pc.if_else(pa.array(missing), pa.scalar(None, pa.binary()), whole) if missing.any() else whole
 
 
 def _prior_column(found: mirror.Extract) -> pa.Array:
