@@ -22,6 +22,7 @@ class WindowBoard:
         self._windows = Windows()
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
+        self.commits = 0  # so far, of transactions that changed a table
 
     # For the thread that re-reads.
 
@@ -78,6 +79,7 @@ class WindowBoard:
 
     def commit(self, commit: Commit) -> None:
         with self._changed:
+            self.commits += bool(commit.relations)
             self._windows.commit(commit)
 
     def applied(self, superseded: Mapping[str, int]) -> None:

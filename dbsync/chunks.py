@@ -7,7 +7,7 @@ that the publication does not publish are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -127,7 +127,7 @@ def _even(cuts: list[tuple[int, Key]], total: int, parallelism: int) -> list[Key
     return [key for _, key in sorted(set(found))]
 
 
-def copy_out(conn: Connection, selection: Selection, range: Range) -> Iterator[list[Buffer]]:
+def copy_out(conn: Connection, selection: Selection, range: Range) -> Generator[list[Buffer]]:
     """The rows of a range as lines of COPY's text format, with the columns of `selection.columns`, in groups.
 
     Runs in the transaction `conn` has open (with the window's snapshot), if any.
@@ -139,7 +139,7 @@ def copy_out(conn: Connection, selection: Selection, range: Range) -> Iterator[l
         yield from _copied(conn, query.encode())
 
 
-def _copied(conn: Connection, query: bytes) -> Iterator[list[Buffer]]:
+def _copied(conn: Connection, query: bytes) -> Generator[list[Buffer]]:
     """What COPY sends. libpq is asked itself: psycopg's own way costs more a line than all that is done with it."""
     result = conn.pgconn.exec_(query)
     more = result.status == pq.ExecStatus.COPY_OUT

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SOURCE = ("host", "port", "dbname", "user", "publication", "slot", "ctrl_namespace", "wm_table")
 BATCHES = ("batch_events", "batch_bytes", "batch_seconds")
 RUN = ("spark_master", "spool_dir", *BATCHES, "keyless", "retries", "retry_seconds")
-CHUNKS = ("chunk_rows", "chunk_parallelism")
+CHUNKS = ("chunk_rows", "chunk_parallelism", "chunk_rest")
 TARGET = (
     *("to", "target_schema", "target_prefix", "include_columns", "exclude_columns"),
     *("soft_delete", "drop_columns"),
@@ -42,7 +42,7 @@ read by every user of the machine."""
 INTERRUPTED = 130
 
 _CONNECTION = frozenset({"host", "port", "dbname", "user"})
-_METAVARS: dict[object, str] = {int: "NUMBER", float: "SECONDS"}
+_METAVARS: dict[object, str] = {int: "NUMBER", float: "SECONDS", "chunk_rest": "TIMES"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Base = TypeVar("Base")
@@ -117,7 +117,7 @@ def _flag(variable: Variable, default: str | None) -> Callable[[Function], Funct
         variable.field,
         callback=keep,
         expose_value=False,
-        metavar=_METAVARS.get(variable.parse, "TEXT"),
+        metavar=_METAVARS.get(variable.field) or _METAVARS.get(variable.parse, "TEXT"),
         help=f"{variable.help} [{', '.join(variable.names)}; default: {default or variable.default}]",
     )
 

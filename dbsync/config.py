@@ -85,6 +85,12 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
+def _times(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError
+    return float(value)
+
+
 def _one_of(*choices: str) -> Callable[[Any], str]:
     def accept(value: Any) -> str:
         if value not in choices:
@@ -330,6 +336,15 @@ ENVIRONMENT: tuple[Variable, ...] = (
         parse=int,
     ),
     Variable(
+        "chunk_rest",
+        ("DBSYNC_CHUNK_REST",),
+        default="3",
+        takes="a number from 0",
+        help="while the source is at work, a refresh rests this many times as long as it reads",
+        accept=_times,
+        parse=float,
+    ),
+    Variable(
         "snapshot",
         ("DBSYNC_SNAPSHOT",),
         default="never",
@@ -456,6 +471,7 @@ class Settings:
     batch_seconds: float = 0.1
     chunk_rows: int = 100_000
     chunk_parallelism: int = 2
+    chunk_rest: float = 3.0
     snapshot: str = "never"
     keyless: str | None = None
     retries: int = 5

@@ -31,6 +31,7 @@ from dbsync.config import Settings
 from dbsync.connection import Connection, connect
 from dbsync.connection import identifier as quoted
 from dbsync.errors import DbsyncError, RefreshError, StreamError
+from dbsync.pace import Pace
 from dbsync.ranges import RangeTask, name_reader, one_snapshot, read_ranges, reader_name, sentence_of
 from dbsync.requests import DONE, FAILED, INITIAL, Refresh, Requests
 from dbsync.spool import Layout, Spool, WindowRows
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 logger = logging.getLogger(__name__)
-
-WINDOWS_ON_THE_WAY = 4
 
 _POLL_SECONDS = 0.25
 _WATCH_SECONDS = 0.5
@@ -122,7 +121,9 @@ class Refresher:
         self._spark = spark
         self._streaming = streaming
         self._stopping = stopping
+        self._pace = Pace(settings.chunk_rest)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="dbsync-chunk")
+        self._reading: Connection | None = None  # the one that `_reader` uses
         self._jobs: dict[int, Job] = {}
         self._looked_for_tables = 0.0
         self._passed_over: set[int] = set()
@@ -146,11 +147,18 @@ class Refresher:
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         self._abandon()
         self._reader.shutdown()
+        self._close_reading()
+
+    def _close_reading(self) -> None:
+        if self._reading:
+            self._reading.close()
+            self._reading = None
 
     def _serve(self, conn: Connection) -> None:
         requests = Requests(conn, self._settings)
         self._sweep_marks(conn)
         while self._streaming.is_set() and not self._stopping.is_set():
+            self._pace.look(self._board.commits)
             self._ask_for_first_copies(conn, requests)
             self._take_up(conn, requests)
             busy = [self._advance(conn, requests, job) for job in list(self._jobs.values())]
@@ -162,6 +170,7 @@ class Refresher:
             waiting = [chunk.window for job in self._jobs.values() for chunk in job.on_the_way if chunk.window]
             self._board.wait(lambda: any(self._is_settled(window) for window in waiting), 0.05)
         else:
+            self._close_reading()
             self.asked.wait(_POLL_SECONDS)
             self.asked.clear()
 
@@ -195,7 +204,8 @@ class Refresher:
             settled = self._settle(conn, requests, job)
             if job.id not in self._jobs:
                 return True
-            if len(job.on_the_way) < WINDOWS_ON_THE_WAY and not job.at_end:
+            on_the_way = sum(len(other.on_the_way) for other in self._jobs.values())
+            if not job.at_end and self._pace.may_open(on_the_way):
                 self._open_window(conn, job, None)
                 return True
             return settled
@@ -295,7 +305,7 @@ class Refresher:
                 self._board.forget(window)
             raise
         finally:
-            self._close_marks(window)
+            self._close_marks(conn, window)
         if again is None and rows is None and not chunk.ranges:
             # It looked empty, or could not even be divided: the next window begins where this one would have.
             self._board.forget(window)
@@ -349,9 +359,17 @@ class Refresher:
 
     def _read(self, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
         """Read the chunk's ranges under one snapshot. A chunk without ranges gets the next ones."""
-        with connect(self._settings) as conn:
-            name_reader(conn, chunk.window)
-            return self._read_under_snapshot(conn, job, chosen, chunk)
+        started = time.monotonic()
+        if self._reading is None or self._reading.broken or self._reading.closed:
+            self._reading = connect(self._settings)
+        try:
+            name_reader(self._reading, chunk.window)
+            rows = self._read_under_snapshot(self._reading, job, chosen, chunk)
+        except BaseException:
+            self._reading.close()
+            raise
+        self._pace.read(time.monotonic() - started, rows.rows, rows.size_bytes)
+        return rows
 
     def _read_under_snapshot(self, conn: Connection, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
         with one_snapshot(conn):
@@ -359,9 +377,9 @@ class Refresher:
             self._board.snapshot(chunk.window, lambda: current_snapshot(conn))
             exported = _value(conn, "SELECT pg_catalog.pg_export_snapshot()")
             if not chunk.ranges:
-                rows = job.refresh.chunk_rows or self._settings.chunk_rows
-                parallelism = self._settings.chunk_parallelism
-                chunk.ranges = chunks.next_ranges(conn, chosen, job.after, rows, parallelism)
+                rows = self._pace.rows(job.refresh.chunk_rows or self._settings.chunk_rows)
+                readers = self._pace.readers(rows, self._settings.chunk_parallelism)
+                chunk.ranges = chunks.next_ranges(conn, chosen, job.after, rows, readers)
             folder = self._spool.window_folder()
             tasks = [
                 RangeTask(
@@ -392,16 +410,23 @@ class Refresher:
         table = quoted(self._settings.ctrl_namespace, self._settings.wm_table)
         conn.execute(sql.SQL("INSERT INTO {} (id, mark) VALUES (%s, %s)").format(table), [window, mark])
 
-    def _close_marks(self, window: str) -> None:
+    def _close_marks(self, conn: Connection, window: str) -> None:
         """Write the high mark and clear both away. A low mark without its high would keep the batch open for ever."""
-        table = quoted(self._settings.ctrl_namespace, self._settings.wm_table)
         try:
-            with connect(self._settings) as conn:
-                self._mark(conn, window, HIGH)
-                conn.execute(sql.SQL("DELETE FROM {} WHERE id = %s").format(table), [window])
+            try:
+                self._write_high(conn, window)
+            except psycopg.Error as error:
+                logger.debug("high mark: %s", error)
+                with connect(self._settings) as another:
+                    self._write_high(another, window)
         except (DbsyncError, psycopg.Error) as error:
             self._board.void(window, "its high mark could not be written")
             logger.debug("high mark: %s", error)
+
+    def _write_high(self, conn: Connection, window: str) -> None:
+        table = quoted(self._settings.ctrl_namespace, self._settings.wm_table)
+        self._mark(conn, window, HIGH)
+        conn.execute(sql.SQL("DELETE FROM {} WHERE id = %s").format(table), [window])
 
     def _sweep_marks(self, conn: Connection) -> None:
         """Marks left by a crash are of no use: what they were to release died with the process.

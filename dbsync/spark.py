@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from py4j.protocol import Py4JJavaError
 from pyspark import SparkConf, SparkContext
-from pyspark.accumulators import AccumulatorTCPServer
+from pyspark.accumulators import AccumulatorTCPServer, AccumulatorUnixServer
 from pyspark.errors import PySparkException
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import DataFrame, SparkSession
@@ -114,7 +114,8 @@ def session(master: str, *, app_name: str = "dbsync", conf: Mapping[str, str] | 
     if SparkContext._gateway is None:
         # PySpark would start the JVM by itself, but on our standard streams and in our process group.
         SparkContext._ensure_initialized(gateway=_launch(spark_conf))
-        AccumulatorTCPServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
+        for server in (AccumulatorTCPServer, AccumulatorUnixServer):
+            server.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
     try:
         with _keeping_sigint():
             return SparkSession.builder.config(conf=spark_conf).getOrCreate()
@@ -176,6 +177,7 @@ def _defaults(master: str) -> dict[str, str]:
             # core there is nothing left for the adaptive planner to merge.
             "spark.sql.shuffle.partitions": str(cores),
             "spark.sql.adaptive.enabled": "false",
+            "spark.python.daemon.module": "dbsync.daemon",
         }
         if len(os.fsencode(folder)) < _LONGEST_SOCKET_FOLDER:
             # Over TCP, each task's answer to its Python worker waits 40 ms for an acknowledgement.

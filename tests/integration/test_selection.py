@@ -810,3 +810,15 @@ def test_a_column_that_is_added_while_the_statement_is_parsed_is_known(database:
         (found,) = understand(conn, database.settings(), "SELECT * FROM t")
         committing.join()
     assert found.columns == ("id", "a", "note")
+
+
+def test_whoever_stops_reading_leaves_the_connection_as_it_was(
+    database: Database, settings: Settings, conn: Connection
+) -> None:
+    database.execute("INSERT INTO orders SELECT g, repeat('n', 200) FROM generate_series(11, 100000) g")
+    (selection,) = understand(conn, settings, "SELECT id, note FROM orders")
+    groups = copy_out(conn, selection, Range(None, None))
+    assert next(groups)
+    groups.close()
+    assert conn.info.transaction_status is TransactionStatus.IDLE
+    assert len(everything(conn, selection)) == 100_000

@@ -69,6 +69,7 @@ def test_each_part_comes_from_its_variable() -> None:
         "DBSYNC_BATCH_SECONDS": "2",
         "DBSYNC_CHUNK_ROWS": "8",
         "DBSYNC_CHUNK_PARALLELISM": "9",
+        "DBSYNC_CHUNK_REST": "0",
         "DBSYNC_RETRIES": "0",
         "DBSYNC_RETRY_SECONDS": "0.25",
     }
@@ -85,6 +86,7 @@ def test_each_part_comes_from_its_variable() -> None:
         batch_seconds=2.0,
         chunk_rows=8,
         chunk_parallelism=9,
+        chunk_rest=0.0,
         retries=0,
         retry_seconds=0.25,
     )
@@ -134,6 +136,8 @@ UNUSABLE = [
     ("DBSYNC_BATCH_SECONDS", "inf"),
     ("DBSYNC_CHUNK_ROWS", "many"),
     ("DBSYNC_CHUNK_PARALLELISM", "0"),
+    ("DBSYNC_CHUNK_REST", "-1"),
+    ("DBSYNC_CHUNK_REST", "inf"),
     ("DBSYNC_RETRIES", "-1"),
     ("DBSYNC_RETRY_SECONDS", "soon"),
 ]
