@@ -47,7 +47,7 @@ from dbsync.cli_show import (
     show_overview,
     words_console,
 )
-from dbsync.config import Settings, url_secrets
+from dbsync.config import Settings
 from dbsync.connection import connect
 from dbsync.errors import CheckError, ConfigError, DbsyncError, StreamError
 from dbsync.requests import INITIAL
@@ -109,7 +109,10 @@ def check(invocation: Invocation, as_json: bool) -> None:
 
     --json prints {"ok": …, "checks": [{"name", "ok", "level", "detail", "fix"}, …]}; level is ok, warn or fail.
     """
-    checks = run_checks(invocation.settings())
+    settings = invocation.settings()
+    for sentence in invocation.mistaken():
+        say(sentence)
+    checks = run_checks(settings)
     if as_json:
         print_json({"ok": all(line.ok for line in checks), "checks": [asdict(line) for line in checks]})
     else:
@@ -138,9 +141,9 @@ def run(invocation: Invocation, handler: str | None, batcher: str | None, log_le
     Without --to or --batcher, final upserts and deletes are written to stdout, one JSON object a line.
     """
     settings = invocation.settings()
-    configure_logging(log_level or ("debug" if invocation.verbose else "info"))
-    if url_secrets(invocation.flags.get("to")):
-        logger.warning("--to holds a password, which every user of this machine can read: put the URL into DBSYNC_TO.")
+    configure_logging(log_level or ("debug" if invocation.verbose else "info"), settings.mask)
+    for sentence in invocation.mistaken():
+        logger.warning("%s", sentence)
     _announce(settings)
     syncer = make_syncer(invocation, settings, handler, batcher)
     syncer.feeds = target_name(settings, batcher)

@@ -6,9 +6,9 @@ Secrets have no flag, because a command line can be read by every user of the ma
 from __future__ import annotations
 
 import importlib
+import logging
 import operator
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,12 +19,15 @@ import click
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from dbsync.batcher import Batcher
-from dbsync.config import ENVIRONMENT, Settings, Variable
+from dbsync.config import ENVIRONMENT, Settings, Variable, mistyped
 from dbsync.errors import ConfigError
 from dbsync.handler import MessageHandler, MirrorHandler
+from dbsync.targeturl import shown, url_secrets
 
 if TYPE_CHECKING:
     from dbsync.syncer import Syncer
+
+logger = logging.getLogger(__name__)
 
 SOURCE = ("host", "port", "dbname", "user", "publication", "slot", "ctrl_namespace", "wm_table")
 BATCHES = ("batch_events", "batch_bytes", "batch_seconds")
@@ -34,6 +37,8 @@ TARGET = (
     *("to", "target_schema", "target_prefix", "include_columns", "exclude_columns"),
     *("soft_delete", "drop_columns"),
 )
+# A Batcher of the user's is made without arguments, and hears of these no more than of the URL.
+_NOT_FOR_BATCHERS = ("to", "soft_delete", "drop_columns")
 
 SECRETS = """The password comes from POSTGRES_PASSWORD or POSTGRES_PASSWORD_FILE, a whole connection string from
 POSTGRES_CONNSTR, what signs a webhook's requests from DBSYNC_WEBHOOK_SECRET. They have no flag: a command line can be
@@ -74,6 +79,12 @@ class Invocation:
         (variable,) = (variable for variable in ENVIRONMENT if variable.field == name)
         return name in self.flags or any(os.environ.get(one) for one in variable.names)
 
+    def mistaken(self) -> list[str]:
+        """A sentence for each variable that looks mistyped: it would be passed over without a word."""
+        return [
+            f"{name} is not a variable of dbsync's: is {near} meant?" for name, near in mistyped(os.environ).items()
+        ]
+
     def mask(self, text: str) -> str:
         return self.used.mask(text) if self.used else text
 
@@ -102,24 +113,34 @@ def takes(*names: str, **defaults: str) -> Callable[[Function], Function]:
 
 
 def _flag(variable: Variable, default: str | None) -> Callable[[Function], Function]:
-    name = "--" + variable.field.replace("_", "-")
+    name = flag_of(variable.field)
     as_flag = replace(variable, names=(name,))
 
-    def keep(ctx: click.Context, _: click.Parameter, text: str | None) -> None:
+    def keep(ctx: click.Context, _: click.Parameter, given: Any) -> None:
         invocation = ctx.ensure_object(Invocation)
         if default is not None:
             invocation.defaults[variable.names[-1]] = default
-        if text is not None and (value := as_flag.read({name: text})) is not None:
+        value = as_flag.read({name: given}) if isinstance(given, str) else given
+        if value is not None:
             invocation.flags[variable.field] = value
 
     return click.option(
-        name,
+        f"{name}/--no-{name.removeprefix('--')}" if variable.is_yes_or_no else name,
         variable.field,
+        default=None,
         callback=keep,
         expose_value=False,
-        metavar=_METAVARS.get(variable.field) or _METAVARS.get(variable.parse, "TEXT"),
+        metavar=None if variable.is_yes_or_no else _metavar(variable),
         help=f"{variable.help} [{', '.join(variable.names)}; default: {default or variable.default}]",
     )
+
+
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _metavar(variable: Variable) -> str:
+    return _METAVARS.get(variable.field) or _METAVARS.get(variable.parse, "TEXT")
 
 
 def verbose(command: Function) -> Function:
@@ -154,8 +175,12 @@ def target(command: Function) -> Function:
 def make_syncer(invocation: Invocation, settings: Settings, handler: str | None, batcher: str | None) -> Syncer:
     from dbsync.syncer import Syncer
 
-    if batcher and "to" in invocation.flags:
-        raise ConfigError("--batcher and --to both name a target, and there can be one.", "Leave one of them out.")
+    if batcher:
+        _keep_to_batcher(invocation, settings)
+    if url_secrets(invocation.flags.get("to")):
+        logger.warning(
+            "--to holds what nobody should read, and every user of this machine can: put the URL into DBSYNC_TO."
+        )
     # JSON is UTF-8 whatever the locale is.
     reconfigure(sys.stdout, encoding="utf-8")
     return Syncer(
@@ -165,9 +190,24 @@ def make_syncer(invocation: Invocation, settings: Settings, handler: str | None,
     )
 
 
+def _keep_to_batcher(invocation: Invocation, settings: Settings) -> None:
+    """What would not reach the user's Batcher is refused where it was asked for, and told where it lies about."""
+    asked = [name for name in _NOT_FOR_BATCHERS if getattr(settings, name)]
+    flags = [flag_of(name) for name in asked if name in invocation.flags]
+    if flags:
+        raise ConfigError(
+            f"{', '.join(flags)} {'is' if len(flags) == 1 else 'are'} for targets that dbsync knows, and --batcher is"
+            " one of your own.",
+            "Leave one or the other out.",
+        )
+    variables = [name for variable in ENVIRONMENT if variable.field in asked for name in variable.names]
+    if variables:
+        logger.warning("%s: not for --batcher, which is a target of your own.", ", ".join(variables))
+
+
 def target_name(settings: Settings, batcher: str | None) -> str:
-    """What the changes go to, whoever logs in there."""
-    return batcher or settings.mask(re.sub(r"://[^/?#]*@", "://", settings.to or "echo:"))
+    """What the changes go to, whoever logs in there. It is stored in the source, and says nothing that is secret."""
+    return batcher or shown(settings.to or "echo:")
 
 
 def reconfigure(stream: Any, **how: str) -> None:

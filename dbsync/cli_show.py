@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,12 +62,25 @@ def words_console() -> Console:
     return Console(stderr=True)
 
 
-def configure_logging(level: str) -> None:
+def configure_logging(level: str, mask: Callable[[str], str] = str) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Masking(mask))
     handler.addFilter(_is_told_by_the_log)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("dbsync").setLevel(level.upper())
+
+
+class _Masking(logging.Formatter):
+    """Takes out what is secret where others' words are told: a driver may quote what it was given."""
+
+    def __init__(self, mask: Callable[[str], str]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._mask = mask
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = super().format(record)
+        # Ordinary lines are of dbsync's own words, which a password like "postgres" must not make unreadable.
+        return words if record.levelno == logging.INFO else self._mask(words)
 
 
 def _is_told_by_the_log(record: logging.LogRecord) -> bool:

@@ -7,27 +7,32 @@ not set about the connection is left to libpq (`PG*`, the service file, `.pgpass
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from dbsync import targeturl
 from dbsync.errors import ConfigError
+from dbsync.targeturl import MASK
+from dbsync.targeturl import url_secrets as url_secrets
 
 APPLICATION_NAME = "dbsync"
 CONNECT_TIMEOUT_SECONDS = 10
-MASK = "***"
 _PASSWORD = "POSTGRES_PASSWORD"
 _PASSWORD_FILE = "POSTGRES_PASSWORD_FILE"
 _NAME_BYTES = 63
+_MOST_ROWS = 2**31 - 1  # what the refresh table's integer holds
+_SHOWN_CHARACTERS = 100
+_NEAR_ENOUGH = 0.65  # so that what Kubernetes sets for a service called dbsync is not taken for a mistake
 _BYTE_UNITS = {"": 1, "B": 1, "kB": 1024, "MB": 1024**2, "GB": 1024**3}
 
 
@@ -43,6 +48,10 @@ class Variable:
     accept: Callable[[Any], Any]
     parse: Callable[[str], Any] = str
     secret: bool = False
+
+    @property
+    def is_yes_or_no(self) -> bool:
+        return self.parse is _parse_flag
 
     def read(self, environ: Mapping[str, str]) -> Any:
         """The value the environment has for this field, or None. An empty variable counts as unset."""
@@ -66,8 +75,11 @@ class Variable:
             ) from None
 
     def _shown(self, value: object) -> str:
-        # A URL in the wrong variable may carry a password.
-        return MASK if self.secret or "://" in str(value) else repr(value)
+        # A URL in the wrong variable, or what was meant to be one, may carry a password.
+        if self.secret or "://" in str(value) or "@" in str(value):
+            return MASK
+        text = repr(value)
+        return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _integer(least: int, most: float = math.inf) -> Callable[[Any], int]:
@@ -321,9 +333,9 @@ ENVIRONMENT: tuple[Variable, ...] = (
         "chunk_rows",
         ("DBSYNC_CHUNK_ROWS",),
         default="100000",
-        takes=_A_COUNT,
+        takes=f"{_A_COUNT} to {_MOST_ROWS}",
         help="rows a refresh reads at a time",
-        accept=_integer(1),
+        accept=_integer(1, _MOST_ROWS),
         parse=int,
     ),
     Variable(
@@ -374,7 +386,7 @@ ENVIRONMENT: tuple[Variable, ...] = (
         ("DBSYNC_RETRY_SECONDS",),
         default="0.5",
         takes=_SOME_SECONDS,
-        help="the first pause before trying again; it doubles",
+        help="the first pause before trying again; it doubles, up to 30 seconds",
         accept=_seconds,
         parse=float,
     ),
@@ -520,8 +532,11 @@ class Settings:
 
     def mask(self, text: str) -> str:
         """The text without any secret of these settings."""
+        if self.to is not None:
+            text = text.replace(self.to, targeturl.shown(self.to))
         kept = (self.password, self.webhook_secret, *_secrets(self.dsn).values(), *url_secrets(self.to))
-        for secret in filter(None, kept):
+        # The longest first: what is left of a secret when a part of it is taken out tells too much.
+        for secret in sorted(filter(None, kept), key=len, reverse=True):
             text = text.replace(secret, MASK)
         return text
 
@@ -540,10 +555,38 @@ class Settings:
             if shown[name] is not None:
                 shown[name] = MASK
         if self.to is not None:
-            shown["to"] = self.mask(self.to)
+            shown["to"] = targeturl.shown(self.to)
         if self.dsn is not None:
             shown["dsn"] = make_conninfo(self.dsn, **dict.fromkeys(_secrets(self.dsn), MASK))
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def mistyped(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are none of dbsync's but look as if they were meant to be, each with the one it is near to."""
+    known = {name for variable in ENVIRONMENT for name in variable.names}
+    unknown = [name for name, text in environ.items() if text and _is_ours(name) and name not in known]
+    return {name: near for name in unknown if (near := _nearest(name))}
+
+
+def _is_ours(name: str) -> bool:
+    return name.upper().startswith(("DBSYNC_", "DEFAULT_DBSYNC_"))
+
+
+def _nearest(name: str) -> str | None:
+    prefix, _, rest = name.upper().partition("DBSYNC_")
+    meant = dict(_meanings(f"{prefix}DBSYNC_"))
+    # The prefix all of them share would make them all alike.
+    found = difflib.get_close_matches(rest, meant, n=1, cutoff=_NEAR_ENOUGH)
+    return meant[found[0]] if found else None
+
+
+def _meanings(prefix: str) -> Iterator[tuple[str, str]]:
+    """What may stand behind the prefix, and the variable that is meant by it: its name, or that of the flag."""
+    for variable in ENVIRONMENT:
+        for name in variable.names:
+            if name.startswith(prefix):
+                yield variable.field.upper(), name
+                yield name.removeprefix(prefix), name
 
 
 def _with_password_file(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -571,14 +614,6 @@ def _secrets(dsn: str | None) -> dict[str, str]:
         return {}
     parsed = pq.Conninfo.parse(dsn.encode())
     return {option.keyword.decode(): option.val.decode() for option in parsed if option.val and option.dispchar == b"*"}
-
-
-def url_secrets(url: str | None) -> tuple[str, ...]:
-    """What nobody should read of a target's URL, as it stands there and as it is meant: its password, the token that
-    NATS takes in its place, and the query of a webhook, which may hold a key."""
-    forms = (r"[^:/?#]+://[^/?#@]*?:([^/?#]*)@", r"(?:nats|tls)://([^/?#@:]+)@", r"webhook\+[^?#]*\?([^#]+)")
-    written = [found[1] for form in forms if (found := re.match(form, url or ""))]
-    return tuple({*written, *map(unquote, written)} - {""})
 
 
 def _libpq_defaults() -> dict[str, str]:

@@ -43,6 +43,7 @@ from dbsync.spark import find_java, session, why_spark_ended
 from dbsync.spool import Batch, BatchWriter, Spool
 from dbsync.statement import bind
 from dbsync.stream import KEEPALIVE, ReplicationStream, sent_seconds_after
+from dbsync.targeturl import is_same, recalled
 from dbsync.window import Snapshot
 
 if TYPE_CHECKING:
@@ -156,6 +157,9 @@ class Syncer:
         self._progress = Progress(applied=self._target_position())
         if self.feeds:
             self._note_target(self.feeds)
+        if self._stopping.is_set():  # while the target was waited for
+            self._progress.finish()
+            return
         self._refresher = Refresher(
             self.settings, self._board, self._spool, self._session, self._streaming, self._stopping
         )
@@ -580,7 +584,7 @@ class Syncer:
     def _target_position(self) -> LSN:
         with self._sql() as conn:
             self._target.log_name = control.log_name(conn, self.settings)
-        position = compact.call(self._target.position)
+        position = self._position_with_retries()
         if position is None:
             return LSN(0)
         with self._sql() as conn:
@@ -598,11 +602,11 @@ class Syncer:
             before = requests.target()
             if before == target:
                 return
-            if before is not None:
+            if before is not None and not is_same(before, target):
                 logger.warning(
                     "the slot %s has fed %s; from here on its changes go to %s, which has nothing of what came before",
                     self.settings.slot,
-                    before,
+                    recalled(before),
                     target,
                 )
             requests.feeds(target)
@@ -619,6 +623,22 @@ class Syncer:
                     return
                 time.sleep(0.01)
         self._raise_failure()
+
+    def _position_with_retries(self) -> LSN | None:
+        """A target that is away at the start is waited for like one that goes away later; None too when stopped."""
+        backoff = Backoff(self._stopping, self.settings.retry_seconds)
+        while not self._stopping.is_set():
+            try:
+                position: LSN | None = compact.call(self._target.position)
+                return position
+            except DbsyncError as error:
+                if self._stopping.is_set():
+                    break
+                if not error.retryable or backoff.tries >= self.settings.retries:
+                    raise
+                logger.warning("%s Trying again in %.1f s.", error, backoff.next_seconds)
+                backoff.pause()
+        return None
 
     def _wait_for_refresh(self, requests: Requests, id: int) -> RefreshResult:
         assert self._refresher

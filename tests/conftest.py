@@ -1,9 +1,15 @@
-"""The fixtures are plugins, one file for each thing that is real: PostgreSQL, Spark, NATS, MySQL."""
+"""The fixtures are plugins: one file for each real thing (PostgreSQL, Spark, NATS, MySQL) and for its tables."""
 
 import os
 import signal
 
-pytest_plugins = ["fix_postgres", "fix_mysql", "fix_nats", "fix_spark"]  # the first is imported by others
+pytest_plugins = [
+    "fix_postgres",
+    "fix_mysql",
+    "fix_nats",
+    "fix_refresh",
+    "fix_spark",
+]  # the first is imported by others
 
 # A shell starts what runs in its background with SIGINT ignored; the commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

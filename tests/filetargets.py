@@ -3,14 +3,21 @@
 As a program, `filetargets.py CLASS FOLDER STEP` plays the same four batches into a folder again and again, each time in
 a process that is ended before a line of dbsync's own code, `STEP` lines later than the time before; another process
 then goes on from the position, as dbsync does. It prints how many folders it left.
+
+`filetargets.py FORM FOLDER` hands a batch to that target for each line it reads, as a user who may write only where
+everybody may, and says what came of it.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import pwd
+import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, time
@@ -19,7 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dbsync.batcher import Batcher, BatchInfo
+from dbsync.batcher.folder import OURS
+from dbsync.config import Settings
+from dbsync.errors import BatcherError
 from dbsync.lsn import LSN
 from dbsync.relation import Column, Relation
 from dbsync.values import compile, decoder
@@ -70,6 +82,17 @@ def opened(batcher: Batcher, log: str = LOG) -> Iterator[LSN | None]:
         batcher.close()
 
 
+@contextmanager
+def no_room_beyond(size_bytes: int) -> Iterator[None]:
+    """A disk that is full for every file that would get larger than that. Needs no rights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 NUMERIC_12_2 = ((12 << 16) | 2) + 4
 # A column's name, type, modifier, PostgreSQL's text, the value in Arrow, the value in JSON.
 LONG_NUMBER = "1" + "0" * 30 + ".000001"
@@ -106,6 +129,29 @@ VALUES: list[tuple[str, int, int, str, Any, Any]] = [
     ("list", 1007, -1, "{{1,NULL},{3,4}}", "[[1, null], [3, 4]]", [[1, None], [3, 4]]),
     ("address", 869, -1, "10.0.0.1", "10.0.0.1", "10.0.0.1"),
 ]  # fmt: skip
+
+# The first row of `kinds` and some of its second, as every target that is told in JSON gets them.
+KINDS_IN_JSON: dict[str, dict[str, Any]] = {
+    "1": {
+        "small": -32768, "big": 9007199254740993, "real4": 0.1, "real8": 0.30000000000000004,
+        "exact": "1234567890.10", "free": "1" + "0" * 30, "flag": True, "fixed": "ab   ", "raw": "\\x00ff5c",
+        "day": "2024-02-29", "clock": "10:11:12.500000", "zoned": "10:11:12+02:00",
+        "moment": "2024-02-29T10:11:12.123456", "at_zone": "2024-02-29T08:11:12.100000+00:00",
+        "uid": "00000000-0000-0000-0000-000000000001", "span": -93784.5, "span2": 86401.0,
+        "doc": {"a": [1, None, 'ü"x', "1.5E+400", True], "b": {"c": "\0"}},
+        "docb": {"a": [1, 12345678901234567890123, 0.1], "b": "s"}, "address": "10.0.0.1/8", "bits": "10101",
+        "spot": "(1.5,2)", "numbers": "[1,5)", "feel": "so, so", "two": '(1,"x y")', "little": 7, "cost": "12.50",
+        "ints": [1, None, 3], "nums": ["1.500", "NaN"], "stamps": ["infinity", "2024-01-01T00:00:00+00:00"],
+        "matrix": [[1, 2], [3, 4]], "blobs": ["\\x00", "\\xff"], "docs": [{"a": [1]}, [1, 2], None],
+        "feels": ["sad", "so, so"], "flags": [True, False, None],
+        "class": "kinds", "classes": ["kinds"],  # by the search_path of the role that reads the log
+    },
+    "2": {
+        "real4": "NaN", "real8": "-Infinity", "exact": "NaN", "free": "Infinity", "flag": False, "words": "",
+        "day": "infinity", "clock": "24:00:00", "moment": "-infinity", "at_zone": "infinity",
+        "span": "10 mons 3 days 04:05:06", "doc": "text", "docb": "text", "markup": None, "ints": [],
+    },
+}  # fmt: skip
 
 # What the Python or the Arrow type cannot hold: NULL in its column, and PostgreSQL's text beside it.
 ODD = {
@@ -169,6 +215,62 @@ def killed_everywhere(target: str, folder: Path, step: int) -> list[Path]:
     return [folder / str(number) for number in range(int(done.stdout))]
 
 
+def waits_for_permission(form: str) -> dict[str, Any]:
+    """What a target says of a folder that it may not write to; when it may, it goes on in the same process."""
+    # Not in pytest's own folder, which is closed to other users.
+    with tempfile.TemporaryDirectory(prefix="dbsync-") as name:
+        Path(name).chmod(0o755)
+        folder = Path(name, "target")
+        folder.mkdir(mode=0o555)
+        with _somebody(form, folder) as tries:
+            refused = tries()
+            assert tries() == refused
+            folder.chmod(0o777)
+            assert tries() == {"position": "0/A"}
+            if (ours := folder / OURS).exists():
+                ours.chmod(0o555)
+                assert tries()["message"] == refused["message"]
+                ours.chmod(0o755)
+            assert tries() == {"position": "0/14"}
+    return refused
+
+
+@contextmanager
+def _somebody(form: str, folder: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, __file__, form, str(folder)]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin
+        assert stdout
+
+        def tries() -> dict[str, Any]:
+            stdin.write("\n")
+            stdin.flush()
+            told: dict[str, Any] = json.loads(stdout.readline())
+            return told
+
+        yield tries
+        stdin.close()
+        assert process.wait(60) == 0
+
+
+def goes_away_and_comes_back(made: Callable[[Path], Batcher], folder: Path) -> None:
+    """A disk that is taken out, say. No folder is made in its place, which would take the batches meanwhile."""
+    with opened(batcher := made(folder)):
+        apply(batcher, 10, docs={"1": {"n": 1}}, of=[ITEMS])
+        away = folder.rename(folder.with_name("away"))
+        for _ in range(2):
+            with pytest.raises(BatcherError, match="cannot be used: No such file") as raised:
+                apply(batcher, 20, docs={"2": {"n": 2}}, deletes=["1"], of=[ITEMS])
+            assert raised.value.retryable
+            assert not folder.exists()
+        away.rename(folder)
+        apply(batcher, 20, docs={"2": {"n": 2}}, deletes=["1"], of=[ITEMS])
+    with opened(made(folder)) as position:
+        assert position == LSN(20)
+
+
 def _in_a_process(work: Callable[[], None]) -> bool:
     """Whether it came to its end."""
     if child := os.fork():
@@ -223,5 +325,39 @@ def main(target: str, folder: Path, step: int) -> None:
     print(number)
 
 
+def _may_write_little() -> None:
+    """Root may write everywhere."""
+    if os.geteuid() == 0:
+        nobody = pwd.getpwnam("nobody")
+        os.setgroups([])
+        os.setgid(nobody.pw_gid)
+        os.setuid(nobody.pw_uid)
+
+
+def _try_whenever_asked(form: str, folder: str) -> None:
+    opens = importlib.import_module("dbsync.batcher.urls").open_target
+    # Once elsewhere, so that all is imported: the environment of the tests may be closed to other users.
+    with tempfile.TemporaryDirectory() as elsewhere, opened(batcher := opens(Settings(to=form.format(elsewhere)))):
+        apply(batcher, 10, docs={"1": {"n": 1}}, of=[ITEMS])
+    _may_write_little()
+    batcher = opens(Settings(to=form.format(folder)))
+    batcher.log_name = LOG
+    is_started, last = False, 0
+    for _ in sys.stdin:
+        told: dict[str, Any]
+        try:
+            is_started = is_started or batcher.position() is None
+            apply(batcher, last + 10, docs={str(last): {"n": last}}, of=[ITEMS])
+            last += 10
+            told = {"position": str(batcher.position())}
+        except BatcherError as error:
+            told = {"message": error.message, "hint": error.hint, "retryable": error.retryable}
+        print(json.dumps(told), flush=True)
+    batcher.close()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    if len(sys.argv) == 3:
+        _try_whenever_asked(*sys.argv[1:])
+    else:
+        main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

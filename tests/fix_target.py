@@ -1,19 +1,36 @@
 """What every target has to stand: a first copy, a live workload with refreshes, a kill -9 in the middle, a restart.
 
 A test of a target is a `Target` (its URL, and how to read back what it holds) given to `survives`.
+
+Nothing may be written twice where that is promised. The table `events` tells: its rows are inserted one by one when its
+first copy is over, and never touched again, so each of them is to be written once. After the kill, the slot is put back
+to where it was before the first of them, as if nothing had ever been acknowledged, and all of them come again. A target
+that holds rows has a `stamp` put on those it holds by then, and none of the stamps may go; one that tells what happened
+may tell of each event once.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import psycopg
+import pytest
 from commands import dbsync, running, until
+from filetargets import KINDS_IN_JSON
 from fix_postgres import Database
+from kinds import KINDS
+from mirrored import Docs, documents, relation
+from pyspark.sql import SparkSession
+
+from dbsync.batcher import Batcher
+from dbsync.batcher.jsontext import dumps
+from dbsync.syncer import Syncer
 
 ROWS = 2_000
 SETUP = [
@@ -30,24 +47,42 @@ SETUP = [
         "INSERT INTO orders SELECT i % 100, i, i * 1.25, '2026-01-01 00:00:00+00'::timestamptz + i * interval '1 hour',"
         f" ARRAY['a', NULL, 't' || i] FROM generate_series(1, {ROWS}) AS i"
     ),
-    "CREATE PUBLICATION dbsync_mypub FOR TABLE customers, orders",
+    "CREATE TABLE events (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, note text NOT NULL)",
+    "CREATE PUBLICATION dbsync_mypub FOR TABLE customers, orders, events",
 ]
+
+STAMP = "held"
 
 Rows = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`read` gives a table's rows, sorted: (id, name, email, note) or (customer, number, total as text)."""
+    """`read` gives a table's rows, sorted: (id, name, email, note), (customer, number, total as text) or (id, note).
+
+    Of `events`, a target that tells what happened gives all that it told. `stamp` makes the note of each event the
+    target holds a STAMP.
+    """
 
     url: str
     read: Callable[[str], Rows]
     environ: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    stamp: Callable[[], object] | None = None
+    exactly_once: bool = True
+    heard: Callable[[Any], None] = lambda process: None  # who listens to the process's output
 
 
 CUSTOMERS = "SELECT id, name, email, note FROM customers ORDER BY id"
 ORDERS = "SELECT customer, number, total::text FROM orders ORDER BY customer, number"
+EVENTS = "SELECT id, note FROM events ORDER BY id"
+STAMPED = f"UPDATE events SET note = '{STAMP}'"
+SOURCE = {"customers": CUSTOMERS, "orders": ORDERS, "events": EVENTS}
+COLUMNS = {
+    "customers": ("id", "name", "email", "note"),
+    "orders": ("customer", "number", "total"),
+    "events": ("id", "note"),
+}
 
 
 def survives(database: Database, target: Target) -> None:
@@ -61,14 +96,25 @@ def survives(database: Database, target: Target) -> None:
         "DBSYNC_BATCH_SECONDS": "0.05",
         **target.environ,
     }
-    with running(database, *target.arguments, **settings) as process, _writers(database):
+    with running(database, *target.arguments, **settings) as process, _writers(database) as writers:
+        target.heard(process)
         until(lambda: _has_begun(database, process))
         done = dbsync(database, "refresh", "SELECT * FROM customers WHERE id < 500", **settings)
         assert done.returncode == 0, done.stderr
+        until(lambda: _is_copied(database, "events"))
+        before = noted(database)
+        writers.tell_events()
+        until(lambda: len(database.rows(EVENTS)) > 50)
+        drained(database, process)
         process.kill()
         process.wait()
+    if target.exactly_once:
+        take_back(database, before)
+    held = _stamped(target)
     with running(database, *target.arguments, **settings) as process:
-        with _writers(database):
+        target.heard(process)
+        with _writers(database) as writers:
+            writers.tell_events()
             until(lambda: _is_streaming(database, process))
             done = dbsync(database, "refresh", "SELECT * FROM orders", **settings)
             assert done.returncode == 0, done.stderr
@@ -77,7 +123,64 @@ def survives(database: Database, target: Target) -> None:
         drained(database, process)
         process.terminate()
         assert process.wait(60) == 0, process.stderr and process.stderr.read()
-    assert equal(database, target)
+    assert equal(database, target, held)
+
+
+def noted(database: Database) -> str:
+    """A slot that stays where the real one is now."""
+    name = f"{database.slot}_before"
+    database.rows("SELECT pg_copy_logical_replication_slot(%s, %s)", [database.slot, name])
+    return name
+
+
+def take_back(database: Database, before: str) -> None:
+    """The slot is where it was then, as after a crash before the first acknowledgement: all of that comes again."""
+    query = "SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = %s"
+    until(lambda: database.rows(query, [database.slot]) == [(False,)])
+    database.rows("SELECT pg_drop_replication_slot(%s)", [database.slot])
+    database.rows("SELECT pg_copy_logical_replication_slot(%s, %s)", [before, database.slot])
+    database.rows("SELECT pg_drop_replication_slot(%s)", [before])
+
+
+def _stamped(target: Target) -> set[int]:
+    """The events the target holds, which bear a stamp from now on."""
+    if target.stamp is None:
+        return set()
+    target.stamp()
+    held = {id for id, note in target.read("events") if note == STAMP}
+    assert len(held) > 50
+    return held
+
+
+def kinds_told(database: Database, batcher: Batcher, spark: SparkSession, told: Callable[[], Docs]) -> None:
+    """Rows of every kind go through the engine; `told` gives what came out of it, by id."""
+    database.execute("CREATE PUBLICATION dbsync_mypub FOR ALL TABLES")
+    with Syncer(database.settings(), batcher=batcher, spark=spark) as syncer:
+        database.execute(KINDS)
+        syncer.drain()
+    found = told()
+    expected = {id: json.loads(dumps(doc)) for id, doc in documents(database, relation(database, "kinds")).items()}
+    assert found.keys() == expected.keys()
+    for id in expected:
+        wanted = {**expected[id], **KINDS_IN_JSON.get(id, {})}
+        differ = {name: (value, wanted.get(name)) for name, value in found[id].items() if value != wanted.get(name)}
+        assert (differ, wanted.keys() - found[id].keys()) == ({}, set()), (id, differ)
+
+
+def waits_for_what_is_away(
+    database: Database, batcher: Batcher, path: Path, spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file or folder is moved away and comes back while the source goes on; the rows are (1, 3) and (4, 4) then."""
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, a int); CREATE PUBLICATION dbsync_mypub FOR TABLE t")
+    with Syncer(database.settings(retries=50, retry_seconds=0.1), batcher=batcher, spark=spark) as syncer:
+        database.execute("INSERT INTO t VALUES (1, 1), (2, 2)")
+        syncer.drain()
+        away = path.rename(path.with_name("away"))
+        database.execute("UPDATE t SET a = 3 WHERE id = 1; INSERT INTO t VALUES (4, 4); DELETE FROM t WHERE id = 2")
+        until(lambda: caplog.text.count("Trying batch") > 2)
+        assert not path.exists()
+        away.rename(path)
+        syncer.drain()
 
 
 def drained(database: Database, process: Any = None) -> None:
@@ -92,14 +195,23 @@ def drained(database: Database, process: Any = None) -> None:
     until(is_confirmed)
 
 
-def equal(database: Database, target: Target) -> bool:
-    for table, query in (("customers", CUSTOMERS), ("orders", ORDERS)):
+def equal(database: Database, target: Target, stamped: Collection[int] = ()) -> bool:
+    for table, query in SOURCE.items():
         held, source = target.read(table), database.rows(query)
+        if table == "events":
+            source = [(id, STAMP if id in stamped else note) for id, note in source]
         missing, extra = set(source) - set(held), set(held) - set(source)
         assert held == source, (
-            f"{table}: {len(missing)} missing {list(missing)[:3]}, {len(extra)} extra {list(extra)[:3]}"
+            f"{table}: {len(held)} for {len(source)}, {len(missing)} missing {list(missing)[:3]},"
+            f" {len(extra)} extra {list(extra)[:3]}"
         )
     return True
+
+
+def _is_copied(database: Database, table: str) -> bool:
+    """Whether the first copy of the table is over."""
+    query = "SELECT state FROM dbsync_ctrl.dbsync_refreshes WHERE kind = 'initial' AND query LIKE %s"
+    return database.rows(query, [f"%{table}%"]) == [("done",)]
 
 
 def _is_streaming(database: Database, process: Any) -> bool:
@@ -123,11 +235,16 @@ class _writers:  # noqa: N801  (used as `with _writers(…)`)
     def __init__(self, database: Database) -> None:
         self._database = database
         self._over = threading.Event()
+        self._events = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
+
+    def tell_events(self) -> None:
+        self._events.set()
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
@@ -141,6 +258,8 @@ class _writers:  # noqa: N801  (used as `with _writers(…)`)
             with self._database.connect() as conn:
                 while not self._over.wait(0.005):
                     _change(conn, chance)
+                    if self._events.is_set():
+                        conn.execute("INSERT INTO events (note) VALUES ('told')")
         except BaseException as error:
             self._failure = error
 

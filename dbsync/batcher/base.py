@@ -67,7 +67,7 @@ class Batcher:
         """After the last call of a batch; what it raises keeps the batch from being acknowledged."""
 
     def position(self) -> LSN | None:
-        """The `last_lsn` of the newest batch the target holds, if the target stores it; asked once at every start."""
+        """The `last_lsn` of the newest batch the target holds, if the target stores it; asked at every start."""
         return None
 
     def close(self) -> None:

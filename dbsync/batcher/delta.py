@@ -33,9 +33,6 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
-from deltalake.exceptions import DeltaError
-from deltalake.schema import Schema
 
 from dbsync.batcher.base import Batcher, BatchInfo
 from dbsync.batcher.columns import (
@@ -53,8 +50,16 @@ from dbsync.batcher.columns import (
 from dbsync.batcher.folder import TargetFolder, checked_folder, file_name, folder_errors, folder_url, sync_folder
 from dbsync.batcher.frames import Frame, framed, tables_of
 from dbsync.batcher.pgtext import text
+from dbsync.batcher.urls import missing_extra
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
+
+try:
+    from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+    from deltalake.exceptions import DeltaError
+    from deltalake.schema import Schema
+except ImportError as error:
+    raise missing_extra("A Delta table", "deltalake", "delta") from error
 
 if TYPE_CHECKING:
     from dbsync.batcher.urls import TargetOptions
@@ -140,7 +145,7 @@ class DeltaBatcher(Batcher):
 
     def batch_upsert(self, doctype: str, docs: Mapping[str, dict[str, Any]]) -> None:
         rows = Rows(docs)
-        refuse_ours(doctype, rows.names, _OURS)
+        refuse_ours(doctype, rows.names, _OURS if self._soft_delete else {*_OURS} - {_DELETED_AT})
         work = self._work_for(doctype)
         columns = {}
         for name in dict.fromkeys([*self._declared.get(doctype, {}), *rows.names]):
@@ -157,8 +162,9 @@ class DeltaBatcher(Batcher):
         rows, self._rows = self._rows, None
         self._work = {}
         if rows is not None:
-            rows.close()
-            self._rows_path.unlink(missing_ok=True)
+            with folder_errors(self.path):
+                rows.close()
+                self._rows_path.unlink(missing_ok=True)
 
     def _work_for(self, doctype: str) -> _Work:
         if doctype not in self._work:
@@ -206,8 +212,9 @@ class DeltaBatcher(Batcher):
     def _write(self, doctype: str, ids: pa.Array, columns: Mapping[str, pa.Array], *, gone: bool) -> None:
         if self._rows is None:
             raise BatcherError("DeltaBatcher was called outside a batch.", "Call begin first.", retryable=False)
-        deleted_at = pa.scalar(self._now if gone and self._soft_delete else None, ZONED)
-        marks = {_GONE: pa.repeat(gone, len(ids)), _DELETED_AT: pa.repeat(deleted_at, len(ids))}
+        marks = {_GONE: pa.repeat(gone, len(ids))}
+        if self._soft_delete:
+            marks[_DELETED_AT] = pa.repeat(pa.scalar(self._now if gone else None, ZONED), len(ids))
         table = pa.table({_ID: ids, **marks, **columns})
         with folder_errors(self.path):
             offset = self._rows.tell()
@@ -231,14 +238,13 @@ class DeltaBatcher(Batcher):
             with self._source(work, kept, only_kept=True) as rows:
                 write_deltalake(table, rows, mode="overwrite", commit_properties=mark)
         else:
-            source = pa.schema({**columns, _DELETED_AT: ZONED, _GONE: pa.bool_()}.items())
+            source = pa.schema({**columns, _GONE: pa.bool_()}.items())
             with self._source(work, source) as rows:
                 self._merge(table, rows, work, mark)
         self._settle(doctype, before, table.version())
         work.table, work.has = table, columns
 
     def _merge(self, table: DeltaTable, rows: pa.RecordBatchReader, work: _Work, mark: CommitProperties) -> None:
-        left_out = [_GONE] if _DELETED_AT in _fields(table) else [_GONE, _DELETED_AT]
         merger = table.merge(
             rows,
             predicate=f"t.{_ID} = s.{_ID}",
@@ -246,8 +252,8 @@ class DeltaBatcher(Batcher):
             target_alias="t",
             commit_properties=mark,
         )
-        merger = merger.when_matched_update_all(predicate=f"NOT s.{_GONE}", except_cols=left_out)
-        merger = merger.when_not_matched_insert_all(predicate=f"NOT s.{_GONE}", except_cols=left_out)
+        merger = merger.when_matched_update_all(predicate=f"NOT s.{_GONE}", except_cols=[_GONE])
+        merger = merger.when_not_matched_insert_all(predicate=f"NOT s.{_GONE}", except_cols=[_GONE])
         if not self._soft_delete:
             merger = merger.when_matched_delete(f"s.{_GONE}")
         else:

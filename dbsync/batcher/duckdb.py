@@ -10,14 +10,19 @@ in a numeric, a timestamp past the year 294246): nothing is rounded, nothing is 
 json, arrays and all that DuckDB has no type for are VARCHAR from the start; json and arrays hold JSON text.
 
 A column added in the source is added with the first document that has it. One dropped in the source stays, and is NULL
-in documents that come later, or goes with `drop_columns`. With `soft_delete` a deleted row stays, with the time in
-`_deleted_at`; a truncate marks them all.
+in documents that come later, or goes with `drop_columns`. One that gets another type there stays as it is where it has
+room for that, and follows where all it holds is the same in that type; what becomes text becomes what PostgreSQL
+writes. Any other change stops dbsync with a sentence that names the column.
+
+With `soft_delete` a deleted row stays, with the time in `_deleted_at`; a truncate marks them all.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +39,8 @@ from dbsync.batcher.base import Batcher, BatchInfo
 from dbsync.batcher.columns import decimal_of, only_case_differs, refuse_ours
 from dbsync.batcher.jsontext import dumps
 from dbsync.batcher.pgtext import text
+from dbsync.batcher.samefile import SameFile
+from dbsync.batcher.urls import missing_extra
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
 from dbsync.relation import Column
@@ -94,6 +101,26 @@ _BY_CLASS: dict[type, str] = {
 }
 
 
+_BITS = {"SMALLINT": 15, "INTEGER": 31, "UINTEGER": 32, "BIGINT": 63}
+_INTEGER_DIGITS = {"SMALLINT": 5, "INTEGER": 10, "UINTEGER": 10, "BIGINT": 19}
+
+_MAY_WRITE = "Check that it and its folder may be written, by the user dbsync runs as."
+
+# By what DuckDB says: what to do, and whether it may pass with time.
+_CAUSES: tuple[tuple[str, str, bool], ...] = (
+    ("Could not set lock", "One process at a time can write to it: close it elsewhere.", True),
+    ("not a valid DuckDB", "Name another file, or put this one away.", False),
+    ("version number", "Another DuckDB made it: install that one, or put the file away.", False),
+    (" depend", "Drop what depends on the table, and make it again afterwards.", False),
+    ("Corrupt", "Put it away, and copy into a new one.", False),
+    (os.strerror(errno.ENOENT), "Check that its folder is there.", True),
+    (os.strerror(errno.EISDIR), "Name a file.", False),
+    (os.strerror(errno.EACCES), _MAY_WRITE, False),
+    (os.strerror(errno.EROFS), _MAY_WRITE, False),
+    (os.strerror(errno.ENOSPC), "Make room on the disk.", True),
+)
+
+
 @dataclass(slots=True)
 class _Table:
     """A table of the target: its quoted name and its columns' types, without the id."""
@@ -102,24 +129,20 @@ class _Table:
     columns: dict[str, str]
 
 
-Method = TypeVar("Method", bound=Callable[..., None])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _told(method: Method) -> Method:
-    """What DuckDB refuses (a full disk, above all) is said in a sentence, and may pass."""
+    """What DuckDB refuses is said in a sentence; a full disk, above all, may pass."""
 
     @wraps(method)
-    def call(self: DuckDBBatcher, *args: Any) -> None:
+    def call(self: DuckDBBatcher, *args: Any) -> Any:
         try:
-            method(self, *args)
+            return method(self, *args)
         except self._duckdb.Error as error:
             # After some errors DuckDB wants the file opened anew; nothing of the batch is in it.
-            self.close()
-            words = str(error).partition("\n")[0].rstrip(".")
-            raise BatcherError(
-                f"The DuckDB file {self._path} cannot be written: {words}.",
-                "See that dbsync may write to it, and that its disk has room.",
-            ) from error
+            self._let_go()
+            raise self._failed("read" if method.__name__ == "position" else "written", error) from error
 
     return cast("Method", call)
 
@@ -132,6 +155,12 @@ class DuckDBBatcher(Batcher):
     ) -> None:
         self._duckdb = _duckdb()
         self._path = Path(path)
+        if str(path).startswith(":memory:"):
+            raise ConfigError(
+                "DuckDB's :memory: is gone when dbsync ends, and the log does not come again.",
+                "Name a file: duckdb:///FILE.",
+            )
+        self._file = SameFile(self._path)
         self._id = id_column
         self._soft_delete = soft_delete
         self._drop_columns = drop_columns
@@ -152,20 +181,28 @@ class DuckDBBatcher(Batcher):
         """A connection of its own to the file, for any thread: it sees whole batches only. The caller closes it."""
         with self._lock:
             if self._connection is None:
+                self._file.check()
                 self._connection = self._open()
+                self._file.opened()
             cursor = self._connection.cursor()
         # Text that becomes a timestamp, and the other way round, is UTC on every machine.
         cursor.execute("SET TimeZone = 'UTC'")
         return cursor
 
     def close(self) -> None:
-        """Throw away an unfinished batch and close the file; the next call opens it again."""
+        """Throw away an unfinished batch and close the file; the next call opens it again, or makes it."""
+        self._let_go()
+        self._file.forget()
+
+    def _let_go(self) -> None:
+        """Of the file, for one that is opened again has to be the same."""
         self._rollback()
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
                 self._connection = None
 
+    @_told
     def position(self) -> LSN | None:
         with self.cursor() as cursor:
             return _stored_position(cursor, self.log_name)
@@ -173,6 +210,7 @@ class DuckDBBatcher(Batcher):
     @_told
     def begin(self, batch: BatchInfo) -> None:
         self._rollback()
+        self._check_file()
         self._declared = {
             doctype: {column.name: column for column in relation.columns}
             for doctype, relation in batch.relations.items()
@@ -185,6 +223,7 @@ class DuckDBBatcher(Batcher):
         work = self._transaction
         last = max(batch.last_lsn, _stored_position(work, self.log_name) or LSN(0))
         _store_position(work, self.log_name, last)
+        self._check_file()
         work.commit()
         work.close()
         self._work = None
@@ -251,12 +290,34 @@ class DuckDBBatcher(Batcher):
         try:
             connection: DuckDBPyConnection = self._duckdb.connect(str(self._path))
             return connection
-        except self._duckdb.IOException as error:
-            words = str(error).partition("\n")[0]
-            raise BatcherError(
-                f"The DuckDB file {self._path} cannot be opened: {words}",
-                "One process at a time can write to it: close it elsewhere, and check that its folder is there.",
-            ) from error
+        except self._duckdb.Error as error:
+            raise self._failed("opened", error) from error
+
+    def _check_file(self) -> None:
+        """DuckDB itself does not notice that its file is no longer where it was."""
+        try:
+            self._file.check()
+        except BatcherError:
+            self._let_go()
+            raise
+
+    def _failed(self, what: str, error: Exception) -> BatcherError:
+        told = str(error).partition("\n")[0].removeprefix("IO Error: ")
+        words = told.partition(" See also ")[0].rstrip(".!")
+        hint, retryable = self._cause(error, words)
+        return BatcherError(f"The DuckDB file {self._path} cannot be {what}: {words}.", hint, retryable=retryable)
+
+    def _cause(self, error: Exception, words: str) -> tuple[str | None, bool]:
+        duckdb = self._duckdb
+        if isinstance(error, duckdb.DataError | duckdb.IntegrityError):
+            return None, False
+        # DuckDB has no numbers for what went wrong; what the system said ends with the system's words.
+        for sign, hint, retryable in _CAUSES:
+            if sign in words:
+                return hint, retryable
+        if isinstance(error, duckdb.ProgrammingError):
+            return None, False
+        return "See that its disk has room, and is well.", True
 
     def _rollback(self) -> None:
         # Closing takes back what is not committed, whatever state a failed statement left the transaction in.
@@ -301,9 +362,21 @@ class DuckDBBatcher(Batcher):
             if wanted is not None:
                 self._add_column(table, doctype, name, wanted)
             return wanted is not None
-        if declared and wanted and has not in (wanted, _VARCHAR):
-            self._change_type(table, name, wanted if self._survives(table, name, wanted) else _VARCHAR)
+        if declared and wanted and not _holds(has, wanted):
+            self._follow(table, doctype, name, wanted)
         return True
+
+    def _follow(self, table: _Table, doctype: str, name: str, type: str) -> None:
+        """The source has given the column another type, which the one here has no room for."""
+        has = table.columns[name]
+        if not _holds(type, has) and not self._survives(table, name, type):
+            raise BatcherError(
+                f"The column {name} of {doctype} is {has} in the target, and what the source has by now, {type}, cannot"
+                " be put in its place without loss.",
+                "Alter the column in the target by hand, or drop it there: it is made anew, and a refresh fills it.",
+                retryable=False,
+            )
+        self._change_type(table, name, type)
 
     def _add_column(self, table: _Table, doctype: str, name: str, type: str) -> None:
         for taken in (self._id, *table.columns):
@@ -335,8 +408,10 @@ class DuckDBBatcher(Batcher):
         return not self._transaction.execute(lost).fetchall()
 
     def _change_type(self, table: _Table, name: str, type: str) -> None:
-        logger.info("%s: column %s changes from %s to %s.", table.sql, name, table.columns[name], type)
-        self._transaction.execute(f"ALTER TABLE {table.sql} ALTER COLUMN {_quoted(name)} TYPE {type}")
+        has, column = table.columns[name], _quoted(name)
+        logger.info("%s: column %s changes from %s to %s.", table.sql, name, has, type)
+        held = _as_postgres_text(has, column) if type == _VARCHAR else f"CAST({column} AS {type})"
+        self._transaction.execute(f"ALTER TABLE {table.sql} ALTER COLUMN {column} TYPE {type} USING {held}")
         table.columns[name] = type
 
     def _fitted(self, table: _Table, doctype: str, name: str, values: list[Any]) -> pa.Array:
@@ -375,9 +450,7 @@ def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise ConfigError(
-            "A DuckDB file needs the duckdb wheel.", "Install it with: pip install 'dbsync[embedded]'"
-        ) from error
+        raise missing_extra("A DuckDB file", "duckdb", "duckdb") from error
     return duckdb
 
 
@@ -439,10 +512,52 @@ def _type_of(values: Iterable[Any]) -> str | None:
     return _VARCHAR if classes else None
 
 
+def _holds(wider: str, type: str) -> bool:
+    """Whether every value of the one type is, unchanged, one of the other."""
+    if wider in (type, _VARCHAR):
+        return True
+    if wider in _BITS and type in _BITS:
+        return _BITS[wider] > _BITS[type] and wider != "UINTEGER"
+    if decimal := _decimal(wider):
+        whole, scale = _digits(type)
+        return whole is not None and whole <= decimal[0] - decimal[1] and scale <= decimal[1]
+    return (wider, type) == ("DOUBLE", "FLOAT")
+
+
+def _digits(type: str) -> tuple[int | None, int]:
+    """The most digits before and behind the point that a number of the type may have."""
+    if decimal := _decimal(type):
+        return decimal[0] - decimal[1], decimal[1]
+    return _INTEGER_DIGITS.get(type), 0
+
+
+def _decimal(type: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"DECIMAL\((\d+),(\d+)\)", type)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _as_postgres_text(has: str, column: str) -> str:
+    """The expression for what a column held before it became text: what would have come had it been text then."""
+    match has:
+        case "BLOB":
+            return f"'\\x' || lower(hex({column}))"
+        case "FLOAT" | "DOUBLE":
+            infinity = f"CASE WHEN {column} > 0 THEN 'Infinity' ELSE '-Infinity' END"
+            return (
+                f"CASE WHEN isnan({column}) THEN 'NaN' WHEN isinf({column}) THEN {infinity}"
+                f" ELSE CAST({column} AS VARCHAR) END"
+            )
+        case "DATE" | "TIMESTAMP" | "TIMESTAMP WITH TIME ZONE":
+            return f"regexp_replace(CAST({column} AS VARCHAR), '^(\\S+) \\(BC\\)(.*)$', '\\1\\2 BC')"
+        case "INTERVAL":
+            return f"replace(CAST({column} AS VARCHAR), 'month', 'mon')"
+    return f"CAST({column} AS VARCHAR)"
+
+
 def _as_arrow(values: list[Any], type: str) -> pa.Array | None:
     """None when DuckDB's type has no Arrow type to go by, or a value does not fit it."""
-    decimal = re.fullmatch(r"DECIMAL\((\d+),(\d+)\)", type)
-    arrow = pa.decimal128(int(decimal[1]), int(decimal[2])) if decimal else _ARROW.get(type)
+    decimal = _decimal(type)
+    arrow = pa.decimal128(*decimal) if decimal else _ARROW.get(type)
     if arrow is None:
         return None
     try:

@@ -65,9 +65,9 @@ class JournalBatcher(Batcher):
     def begin(self, batch: BatchInfo) -> None:
         with self._lock:
             self._open()
+            self._cut()  # first: what a batch that failed has left here must not come before readers
             if self._is_due():
                 self._finish()
-            self._cut()
             self._rows = self._state["rows"]
             self._batch = batch
 

@@ -10,8 +10,11 @@ under another locale, and types that name things of one database: `regclass` and
 
 Rows come by COPY into a temporary table and go from there in one INSERT … ON CONFLICT; the types read them from the
 text that PostgreSQL itself writes, so infinity, BC, ranges and the like arrive as they are. What a value loses is what
-it lost on the way here: formatting of json and its null, which is NULL; lower bounds of arrays; an interval's 24 hours
-are a day. An array of json has one dimension.
+it lost on the way here: formatting of json, keys that come twice, and its null, which is NULL; lower bounds of arrays;
+an interval's 24 hours are a day. An array of json has one dimension.
+
+The target may be the source itself as long as nothing that is written there, dbsync's own tables included, is in the
+publication. That is looked at in the transaction that would write, when the table is there: PostgreSQL then says it.
 """
 
 from __future__ import annotations
@@ -72,25 +75,35 @@ class PostgresStore(Store[PgType]):
         self._secrets = (str(parts.get("password") or ""), *url_secrets(dsn))
         self._connection: Connection | None = None
         self._home = ""  # the schema of dbsync's own tables
+        self._is_source = False  # of the log of that name
+        self._looked_for: str | None = None
         self._type_names: dict[tuple[int, int], PgType] = {}
         self._staged: dict[Place, _Staging] = {}
         self._stagings = 0
 
     def held(self, log: str) -> Held | None:
-        with self._doing("read the position", self._on_table(POSITION)):
-            work = self._work()
-            # A dbsync that was killed may have left a COMMIT on its way.
-            work.execute("SET LOCAL lock_timeout = '30s'")
-            held = self._held(log) if self._has_own_tables() else None
-            work.rollback()
-            return held
+        try:
+            with self._doing("read the position", self._on_table(POSITION)):
+                work = self._work()
+                # A dbsync that was killed may have left a COMMIT on its way.
+                work.execute("SET LOCAL lock_timeout = '30s'")
+                held = self._held(log) if self._has_own_tables() else None
+                self._look_for(log)
+                if self._is_source:
+                    with self._making_own_tables():
+                        self._have_own_tables()  # to be looked at, and taken back
+                work.rollback()
+                return held
+        except BatcherError:
+            self.close()  # nobody may come to do that, and a transaction holds things up where it is
+            raise
 
     def begin(self, log: str) -> Held | None:
         if self._connection and self._connection.info.transaction_status != pq.TransactionStatus.IDLE:
             self.close()
-        with self._doing("make dbsync's own tables", self._in_schema(lambda: self._home)):
-            if not self._has_own_tables():
-                self._make_own_tables()
+        with self._making_own_tables():
+            self._look_for(log)
+            self._have_own_tables()
             return self._held(log)
 
     def commit(self, log: str, held: Held) -> None:
@@ -109,7 +122,7 @@ class PostgresStore(Store[PgType]):
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
-        self._staged = {}
+        self._staged, self._looked_for = {}, None
         if connection is not None:
             connection.close()
 
@@ -134,6 +147,7 @@ class PostgresStore(Store[PgType]):
             found = work.execute(_COLUMNS, [place.schema, place.name]).fetchall()
             if not found:
                 return None
+            self._refuse_published(place, _ELSEWHERE)
             owner = work.execute(
                 sql.SQL("SELECT doctype FROM {} WHERE name = %s").format(self._own(TABLES)), [str(place)]
             ).fetchone()
@@ -169,6 +183,7 @@ class PostgresStore(Store[PgType]):
                 ).format(self._own(TABLES)),
                 [str(table.place), table.owner],
             )
+            self._refuse_published(table.place, _ELSEWHERE)
 
     def add_column(self, table: Table[PgType], name: str, type: PgType) -> None:
         self._alter(table, f"add the column {name}", sql.SQL("ADD COLUMN {}").format(_column(name, type)))
@@ -308,6 +323,12 @@ class PostgresStore(Store[PgType]):
         ).fetchone()
         return bool(row and row[0])
 
+    def _have_own_tables(self) -> None:
+        if not self._has_own_tables():
+            self._make_own_tables()
+        for name in (POSITION, TABLES):
+            self._refuse_published(Place(self._home, name), _ANOTHER_DATABASE)
+
     def _make_own_tables(self) -> None:
         self._work().execute(
             sql.SQL(
@@ -315,6 +336,28 @@ class PostgresStore(Store[PgType]):
                 "CREATE TABLE IF NOT EXISTS {} (name text PRIMARY KEY, doctype text NOT NULL)"
             ).format(sql.Identifier(self._home, POSITION), sql.Identifier(self._home, TABLES))
         )
+
+    def _look_for(self, log: str) -> None:
+        """See whether this database is where the log is read from: it has the slot. (A copy of the server has not.)"""
+        if self._looked_for == log:
+            return
+        work = self._work()
+        row = work.execute(_MAY_IDENTIFY).fetchone()
+        self._is_source = bool(row and row[0] and work.execute(_IS_SOURCE, [log]).fetchone())
+        self._looked_for = log
+
+    def _refuse_published(self, place: Place, hint: str) -> None:
+        """What dbsync wrote to a table that it follows would come back to it, to be written again, and so on."""
+        if not self._is_source:
+            return
+        found = self._work().execute(_PUBLISHES, [place.schema, place.name, self.publication]).fetchone()
+        if found:
+            raise BatcherError(
+                f"The target is the source itself, and the publication {_q(found[0])} has the table {place} in it:"
+                " what dbsync wrote there would come back to it, for ever.",
+                hint,
+                retryable=False,
+            )
 
     def _held(self, log: str) -> Held | None:
         row = (
@@ -357,7 +400,7 @@ class PostgresStore(Store[PgType]):
         return staging
 
     def _alter(self, table: Table[PgType], what: str, change: sql.Composable) -> None:
-        grant = f"ALTER TABLE {table.place} OWNER TO "
+        grant = f"ALTER TABLE {_qualified(table)} OWNER TO "
         with self._doing(f"{what} of {table.place}", lambda: grant + self._role()):
             self._work().execute(sql.SQL("ALTER TABLE {} ").format(_named(table)) + change)
 
@@ -374,8 +417,11 @@ class PostgresStore(Store[PgType]):
     def _writing(self, table: Table[PgType]) -> Any:
         return self._doing(
             f"write to {table.place}",
-            lambda: f"GRANT SELECT, INSERT, UPDATE, DELETE, TRUNCATE ON {table.place} TO {self._role()}",
+            lambda: f"GRANT SELECT, INSERT, UPDATE, DELETE, TRUNCATE ON {_qualified(table)} TO {self._role()}",
         )
+
+    def _making_own_tables(self) -> Any:
+        return self._doing("make dbsync's own tables", self._in_schema(lambda: self._home))
 
     def _on_table(self, name: str) -> Callable[[], str]:
         return lambda: f"GRANT SELECT, INSERT, UPDATE ON {_q(self._home)}.{name} TO {self._role()}"
@@ -449,6 +495,10 @@ def _named(table: Table[PgType]) -> sql.Identifier:
     return sql.Identifier(table.place.schema or "", table.place.name)
 
 
+def _qualified(table: Table[PgType]) -> str:
+    return _named(table).as_string(None)
+
+
 def _names(names: Iterable[str]) -> sql.Composable:
     return sql.SQL(", ").join(sql.Identifier(name) for name in names)
 
@@ -478,6 +528,12 @@ def _writer(column: Values[PgType]) -> Callable[[Any], str] | None:
         return jsontext.dumps
     return pgtext.text if (oid in TEXTS and spec != "text") or spec == "interval" else None
 
+
+_ANOTHER_DATABASE = "Name another database in DBSYNC_TO, or a publication of single tables in DBSYNC_PUBNAME."
+_ELSEWHERE = (
+    "Name another database in DBSYNC_TO, or move the tables with DBSYNC_TARGET_SCHEMA or DBSYNC_TARGET_PREFIX to where"
+    " the publication does not reach."
+)
 
 _LASTING = ("0A", "22", "23", "42")
 
@@ -514,6 +570,33 @@ SELECT a.attname, a.atttypid::int8, a.atttypmod, pg_catalog.format_type(a.atttyp
   LEFT JOIN pg_catalog.pg_index i ON i.indrelid = c.oid AND i.indisprimary
  WHERE n.nspname = %s AND c.relname = %s AND c.relkind IN ('r', 'p')
  ORDER BY a.attnum
+"""
+
+_MAY_IDENTIFY = "SELECT pg_catalog.has_function_privilege('pg_catalog.pg_control_system()', 'EXECUTE')"
+
+_IS_SOURCE = """
+SELECT 1
+  FROM pg_catalog.pg_control_system() AS system, pg_catalog.pg_replication_slots AS slot
+ WHERE slot.database = pg_catalog.current_database()
+   AND %s = system.system_identifier || '/' || pg_catalog.quote_ident(slot.database) || '/' || slot.slot_name
+"""
+
+# A table is published with its partitions, or under the name of the table it is a partition of.
+_PUBLISHES = """
+WITH place AS (
+    SELECT c.oid FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+     WHERE n.nspname = %s AND c.relname = %s
+), kin AS (
+    SELECT oid FROM place
+    UNION SELECT relid FROM place, pg_catalog.pg_partition_tree(place.oid)
+    UNION SELECT relid FROM place, pg_catalog.pg_partition_ancestors(place.oid)
+)
+SELECT p.pubname
+  FROM kin
+  JOIN pg_catalog.pg_class c ON c.oid = kin.oid
+  JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+  JOIN pg_catalog.pg_publication_tables p ON p.schemaname = n.nspname AND p.tablename = c.relname
+ WHERE p.pubname = coalesce(%s, p.pubname)
 """
 
 _PRIMARY_KEY = """

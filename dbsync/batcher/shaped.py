@@ -12,14 +12,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from dbsync.batcher.base import Batcher, BatchInfo
+from dbsync.batcher.tables import TableBatcher
 from dbsync.config import Settings
 from dbsync.errors import ConfigError
+from dbsync.keyless import OPERATION
 from dbsync.lsn import LSN
 from dbsync.relation import Relation
 
 
 def shaped(batcher: Batcher, settings: Settings) -> Batcher:
     """The Batcher itself where the settings ask for nothing of the kind."""
+    if isinstance(batcher, TableBatcher):
+        batcher.follows(settings.publication)
     wanted = (settings.target_schema, settings.target_prefix, settings.include_columns, settings.exclude_columns)
     return ShapedBatcher(batcher, settings) if any(wanted) else batcher
 
@@ -85,6 +89,7 @@ class ColumnLists:
     """Which columns of a table stay: patterns of `schema.table.column`.
 
     A table that an included column names keeps those and its key; every other table keeps all that is not excluded.
+    A document of a table without a key always says what happened.
     """
 
     def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
@@ -106,6 +111,9 @@ class ColumnLists:
         return {id: {name: value for name, value in doc.items() if name not in gone} for id, doc in docs.items()}
 
     def relation(self, relation: Relation) -> Relation:
+        # Unless it is a column of a table with a key, that name is ours: it tells an insert from a delete.
+        is_theirs = bool(relation.key) and OPERATION in relation.column_names
+        self._known[relation.doctype, OPERATION] = not is_theirs or self._decide(relation.doctype, OPERATION)
         for name in relation.key_names:
             if self._is_excluded(relation.doctype, name):
                 raise ConfigError(
@@ -122,7 +130,7 @@ class ColumnLists:
 
     def keeps(self, doctype: str, name: str) -> bool:
         if (doctype, name) not in self._known:
-            self._known[doctype, name] = self._decide(doctype, name)
+            self._known[doctype, name] = name == OPERATION or self._decide(doctype, name)
         return self._known[doctype, name]
 
     def _decide(self, doctype: str, name: str) -> bool:

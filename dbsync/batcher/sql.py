@@ -20,6 +20,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy
@@ -27,15 +28,17 @@ from sqlalchemy import Engine, bindparam, event
 from sqlalchemy.dialects.mysql import insert as mysql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.engine import URL, Connection, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.schema import CreateTable
 from sqlalchemy.sql import quoted_name
 
 from dbsync import values
 from dbsync.batcher import pgtext
+from dbsync.batcher.samefile import SameFile
 from dbsync.batcher.sqltypes import DATETIME_UTC, TEXT, UTC_COMMENT, MysqlTypes, SqliteTypes, SqlType, as_text
 from dbsync.batcher.tables import DELETED_AT, POSITION, TABLES, Held, Place, Store, Table, TableBatcher, Values
+from dbsync.batcher.urls import missing_extra
 from dbsync.config import CONNECT_TIMEOUT_SECONDS, url_secrets
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
@@ -48,6 +51,7 @@ _KEYS_A_STATEMENT = 500
 _LOCK_SECONDS = 60
 _LONGEST_NAME = 64  # MySQL's; SQLite has no limit
 _REBUILT = "dbsync_rebuilt"
+_SQLITE_MOVED = 1032  # SQLITE_READONLY_DBMOVED; its words are of a file that may not be written
 
 
 class SqlBatcher(TableBatcher[SqlType]):
@@ -70,6 +74,7 @@ class SqlStore(Store[SqlType]):
         self._types = SqliteTypes() if self._is_sqlite else MysqlTypes()
         self._engine = _engine(self._url)
         self._where = self._url.database if self._is_sqlite else f"{self._url.host}, database {self._url.database}"
+        self._file = SameFile(Path(str(self._url.database).removeprefix("file:"))) if self._is_sqlite else None
         self._secrets = (*url_secrets(url), self._url.password or "")
         self._connection: Connection | None = None
         self._has_own_tables = False
@@ -77,16 +82,21 @@ class SqlStore(Store[SqlType]):
         self._owners = _light(TABLES, ("name", "doctype"))
 
     def held(self, log: str) -> Held | None:
-        with self._doing("read the position"):
-            work = self._work()
-            # A dbsync that was killed may have left a commit on its way: reading for update waits for that.
-            held = self._held(log) if sqlalchemy.inspect(work).has_table(POSITION) else None
-            work.rollback()
-            return held
+        try:
+            with self._doing("read the position"):
+                work = self._work()
+                # A dbsync that was killed may have left a commit on its way: reading for update waits for that.
+                held = self._held(log) if sqlalchemy.inspect(work).has_table(POSITION) else None
+                work.rollback()
+                return held
+        except BatcherError:
+            self._let_go()
+            raise
 
     def begin(self, log: str) -> Held | None:
-        if self._connection and self._connection.in_transaction():
-            self.close()
+        if self._connection and self._connection.get_transaction():
+            self._let_go()  # one whose COMMIT failed is no longer in a transaction, and SQLAlchemy keeps that one
+        self._check_file()
         with self._doing("make dbsync's own tables"):
             self._work()
             if not self._has_own_tables:
@@ -94,14 +104,25 @@ class SqlStore(Store[SqlType]):
             return self._held(log)
 
     def commit(self, log: str, held: Held) -> None:
-        with self._doing("commit"):
-            before = self._held(log)
-            lsn = max(held.lsn, before.lsn) if before else held.lsn
-            row = {"log": log, "lsn": str(lsn), "attempt": held.attempt}
-            self._work().execute(self._merge(self._positions, list(row), ["log"]).values(row))
-            self._work().commit()
+        self._check_file()
+        try:
+            with self._doing("commit"):
+                before = self._held(log)
+                lsn = max(held.lsn, before.lsn) if before else held.lsn
+                row = {"log": log, "lsn": str(lsn), "attempt": held.attempt}
+                self._work().execute(self._merge(self._positions, list(row), ["log"]).values(row))
+                self._work().commit()
+        except BatcherError:
+            self._let_go()  # and of the locks, which a COMMIT that failed may have kept
+            raise
 
     def close(self) -> None:
+        self._let_go()
+        if self._file:
+            self._file.forget()
+
+    def _let_go(self) -> None:
+        """Of the connection, and of what is not committed; the next one goes on in the same file."""
         connection, self._connection = self._connection, None
         self._has_own_tables = False  # they may have been made in what is taken back
         if connection is not None:
@@ -317,10 +338,23 @@ class SqlStore(Store[SqlType]):
 
     def _work(self) -> Connection:
         if self._connection is None:
-            self._connection = self._engine.connect()
+            self._check_file()
+            self._connection = self._connect()
+            if self._file:
+                self._file.opened()
         if not self._connection.in_transaction():
             self._connection.begin()
         return self._connection
+
+    def _connect(self) -> Connection:
+        try:
+            return self._engine.connect()
+        except (TypeError, ValueError) as error:
+            raise _no_option(self._url) from error
+
+    def _check_file(self) -> None:
+        if self._file:
+            self._file.check()
 
     @contextmanager
     def _ddl(self) -> Iterator[Connection]:
@@ -328,14 +362,14 @@ class SqlStore(Store[SqlType]):
         if self._is_sqlite:
             yield self._work()
             return
-        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with self._connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             yield connection
 
     @contextmanager
     def _altering(self, table: Table[SqlType], what: str) -> Iterator[Connection]:
         begins_again = table.is_touched and not self._is_sqlite
         if begins_again:
-            self.close()  # or it would wait for what the batch has done to the table so far
+            self._let_go()  # or it would wait for what the batch has done to the table so far
         with self._doing(f"{what} of {table.place}"), self._ddl() as ddl:
             yield ddl
         if begins_again:
@@ -370,6 +404,8 @@ class SqlStore(Store[SqlType]):
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: DBAPIError) -> BatcherError:
+        if getattr(error.orig, "sqlite_errorcode", 0) == _SQLITE_MOVED:
+            self._check_file()
         code, words = _said(error.orig)
         for secret in filter(None, self._secrets):
             words = words.replace(secret, "********")
@@ -383,12 +419,12 @@ class SqlStore(Store[SqlType]):
 def _url(text: str) -> URL:
     try:
         url = make_url(text)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # the second for a port that is no number
         raise ConfigError(
             "The target's URL cannot be read.",
             "It is written like mysql://user:password@HOST/database; escape special characters as %40 and so on.",
         ) from error
-    if not url.database or url.database == ":memory:":
+    if not url.database or ":memory:" in url.database or url.query.get("mode") == "memory":
         raise ConfigError(
             f"The target's URL, {url.get_backend_name()}:…, names no database.",
             "It is written sqlite:///FILE, with three slashes before a relative path, or mysql://HOST/database.",
@@ -400,20 +436,40 @@ def _url(text: str) -> URL:
 
 def _engine(url: URL) -> Engine:
     if url.get_backend_name() == "sqlite":
-        engine = sqlalchemy.create_engine(
-            url, poolclass=NullPool, connect_args={"timeout": _LOCK_SECONDS, "check_same_thread": False}
-        )
+        engine = _made(url, connect_args={"timeout": _LOCK_SECONDS, "check_same_thread": False})
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         return engine
-    engine = sqlalchemy.create_engine(
-        url,
-        poolclass=NullPool,
-        isolation_level="READ COMMITTED",
-        connect_args={"connect_timeout": CONNECT_TIMEOUT_SECONDS},
-    )
+    engine = _made(url, isolation_level="READ COMMITTED", connect_args={"connect_timeout": CONNECT_TIMEOUT_SECONDS})
     event.listen(engine, "connect", _prepare_mysql)
     return engine
+
+
+def _made(url: URL, **options: Any) -> Engine:
+    try:
+        return sqlalchemy.create_engine(url, poolclass=NullPool, **options)
+    except ImportError as error:
+        if url.get_driver_name() == "pymysql":
+            raise missing_extra(f"A target like {url.get_backend_name()}://…", "pymysql", "mysql") from error
+        raise _no_driver(url) from error
+    except NoSuchModuleError as error:
+        raise _no_driver(url) from error
+    except (TypeError, ValueError) as error:
+        raise _no_option(url) from error
+
+
+def _no_driver(url: URL) -> ConfigError:
+    return ConfigError(
+        f"The driver that the target's URL names, {url.drivername}, is not installed.",
+        f"Install it, or leave it out: {url.get_backend_name()}:… takes one that goes with dbsync.",
+    )
+
+
+def _no_option(url: URL) -> ConfigError:
+    return ConfigError(
+        f"The driver of the target {url.get_backend_name()}:… does not take the options behind the ? in its URL.",
+        "Leave them out, or see which ones it has.",
+    )
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
@@ -458,6 +514,7 @@ _SQLITE_CODES: dict[int, tuple[str | None, bool]] = {
     1: (None, False),
     5: ("Another process is writing to the file, and did not end.", True),
     8: ("Check that the file and its folder may be written, by the user dbsync runs as.", False),
+    10: ("See that its disk has room, and is well.", True),
     11: ("The file is damaged: put it away, and copy into a new one.", False),
     13: ("Make room on the disk.", True),
     14: ("Check that its folder is there and may be written, by the user dbsync runs as.", True),

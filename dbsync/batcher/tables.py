@@ -87,6 +87,9 @@ class Held:
 class Store(ABC, Generic[T]):
     """A database that holds tables. What it raises is a BatcherError."""
 
+    publication: str | None = None
+    """What dbsync follows, where that is known: a target in the source itself must not be part of it."""
+
     @abstractmethod
     def held(self, log: str) -> Held | None:
         """Outside a batch. Waits for a commit that is still under way."""
@@ -189,6 +192,10 @@ class TableBatcher(Batcher, Generic[T]):
         self._attempt: _Attempt | None = None
         self._is_open = False
         self._is_done = False  # the target holds the batch already
+
+    def follows(self, publication: str) -> None:
+        """Told before `position` is asked."""
+        self._store.publication = publication
 
     def position(self) -> LSN | None:
         held = self._store.held(self.log_name)

@@ -11,8 +11,19 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from dbsync.batcher.base import Batcher
+from dbsync.batcher.urlcheck import (
+    Check,
+    check_driver,
+    check_file,
+    check_folder,
+    check_mysql,
+    check_nothing_behind,
+    check_server,
+    check_stream,
+)
 from dbsync.config import Settings
 from dbsync.errors import ConfigError
+from dbsync.targeturl import scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +47,47 @@ class Kind:
     form: str
     schemes: tuple[str, ...]
     target: str  # module:class
+    check: Check
     package: str | None = None  # what is imported, where it is not one of dbsync's own packages
     extra: str | None = None  # of dbsync's, with that package
+    drivers: tuple[str, ...] = ()  # that a URL of SQLAlchemy's may name
     has_tables: bool = False
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind("echo:", ("echo",), "echo:EchoBatcher"),
-    Kind("jsonl:DIR", ("jsonl",), "jsonl:JsonlBatcher"),
-    Kind("parquet:DIR", ("parquet",), "parquet:ParquetBatcher"),
-    Kind("delta:DIR", ("delta",), "delta:DeltaBatcher", "deltalake", "delta", has_tables=True),
-    Kind("duckdb:///FILE", ("duckdb",), "duckdb:DuckDBBatcher", "duckdb", "duckdb", has_tables=True),
-    Kind("postgresql://…", ("postgresql", "postgres"), "postgres:PostgresBatcher", has_tables=True),
-    Kind("sqlite:///FILE", ("sqlite",), "sql:SqlBatcher", has_tables=True),
-    Kind("mysql://…", ("mysql",), "sql:SqlBatcher", "pymysql", "mysql", has_tables=True),
-    Kind("mariadb://…", ("mariadb",), "sql:SqlBatcher", "pymysql", "mysql", has_tables=True),
-    Kind("webhook+https://…", ("webhook+https", "webhook+http"), "webhook:WebhookBatcher", "httpx", "webhook"),
-    Kind("nats://HOST/STREAM", ("nats", "tls"), "nats:NatsBatcher", "nats", "nats"),
+    Kind("echo:", ("echo",), "echo:EchoBatcher", check_nothing_behind),
+    Kind("jsonl:DIR", ("jsonl",), "jsonl:JsonlBatcher", check_folder),
+    Kind("parquet:DIR", ("parquet",), "parquet:ParquetBatcher", check_folder),
+    Kind("delta:DIR", ("delta",), "delta:DeltaBatcher", check_folder, "deltalake", "delta", has_tables=True),
+    Kind("duckdb:///FILE", ("duckdb",), "duckdb:DuckDBBatcher", check_file, "duckdb", "duckdb", has_tables=True),
+    Kind(
+        "postgresql://HOST/DATABASE",
+        ("postgresql", "postgres"),
+        "postgres:PostgresBatcher",
+        check_server,
+        drivers=("psycopg", "psycopg2"),
+        has_tables=True,
+    ),
+    Kind("sqlite:///FILE", ("sqlite",), "sql:SqlBatcher", check_file, drivers=("pysqlite",), has_tables=True),
+    Kind(
+        "mysql://HOST/DATABASE",
+        ("mysql", "mariadb"),
+        "sql:SqlBatcher",
+        check_mysql,
+        "pymysql",
+        "mysql",
+        drivers=("pymysql",),
+        has_tables=True,
+    ),
+    Kind(
+        "webhook+https://HOST/PATH",
+        ("webhook+https", "webhook+http"),
+        "webhook:WebhookBatcher",
+        check_server,
+        "httpx",
+        "webhook",
+    ),
+    Kind("nats://HOST/STREAM", ("nats", "tls"), "nats:NatsBatcher", check_stream, "nats", "nats"),
 )
 
 
@@ -60,6 +95,8 @@ def open_target(settings: Settings) -> Batcher:
     """The Batcher for the target the settings name; what cannot be used is said before anything is touched."""
     url = settings.to or "echo:"
     kind = _kind(url)
+    check_driver(url, kind.form, kind.drivers)
+    kind.check(url, kind.form)
     for name in ("soft_delete", "drop_columns"):
         if getattr(settings, name) and not kind.has_tables:
             raise ConfigError(
@@ -71,15 +108,14 @@ def open_target(settings: Settings) -> Batcher:
 
 
 def _kind(url: str) -> Kind:
-    scheme = url.partition(":")[0].lower()
-    # SQLAlchemy names the driver behind a plus sign: postgresql+psycopg.
-    for name in (scheme, scheme.partition("+")[0]):
-        for kind in KINDS:
-            if name in kind.schemes:
-                return kind
+    scheme, _ = scheme_of(url)
+    for kind in KINDS:
+        if scheme in kind.schemes:
+            return kind
     raise ConfigError(
-        f"The target {scheme}:… is of a kind that dbsync does not know.",
-        f"It knows {', '.join(kind.form for kind in KINDS)}; for anything else there is --batcher.",
+        f"The target {url.partition(':')[0]}:… is of a kind that dbsync does not know.",
+        "Its databases are PostgreSQL, SQLite, MySQL, MariaDB and DuckDB; a target is written"
+        f" {', '.join(kind.form for kind in KINDS)}; for anything else there is --batcher.",
     )
 
 

@@ -36,9 +36,9 @@ from dbsync.batcher.base import Batcher, BatchInfo
 from dbsync.batcher.batchkey import BatchKey
 from dbsync.batcher.jsontext import dumps
 from dbsync.batcher.urls import missing_extra
-from dbsync.config import MASK
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
+from dbsync.targeturl import MASK, shown_path, url_secrets
 
 try:
     import httpx
@@ -52,7 +52,6 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _ANSWER_BYTES = 64 * 1024
 _SHOWN_CHARACTERS = 200
-_SECRET_CHARACTERS = 6  # a shorter value in the query is a setting, and may be part of any word
 
 _HINTS = {
     401: "Check the user and the password in its URL, and DBSYNC_WEBHOOK_SECRET.",
@@ -89,9 +88,9 @@ class WebhookBatcher(Batcher):
     ) -> None:
         parts = _parts(url)
         self._address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-        self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        self._shown = _shown(parts)
         self._login = (unquote(parts.username or ""), unquote(parts.password or "")) if "@" in parts.netloc else None
-        self._query = parts.query
+        self._secrets = url_secrets(f"webhook+{parts.geturl()}")
         self._secret = secret
         self._max_records = max_records
         self._max_bytes = max_bytes
@@ -173,11 +172,9 @@ class WebhookBatcher(Batcher):
     def _refused(self, answer: httpx.Response, said: str) -> BatcherError:
         status = answer.status_code
         if answer.has_redirect_location:
-            target = urlsplit(answer.headers["Location"])
-            shown = target._replace(netloc=target.netloc.rpartition("@")[2], query="", fragment="").geturl()
+            target = self._hidden(_shown(urlsplit(answer.headers["Location"])))
             return BatcherError(
-                f"The webhook {self._shown} answered {status}, a redirect to {self._hidden(shown)}, and redirects are"
-                " not followed.",
+                f"The webhook {self._shown} answered {status}, a redirect to {target}, and redirects are not followed.",
                 "Give the address that takes the requests itself.",
                 retryable=False,
             )
@@ -221,9 +218,7 @@ class WebhookBatcher(Batcher):
         """The text without what nobody should read: the other side may repeat what it was sent."""
         user, password = self._login or ("", "")
         token = base64.b64encode(f"{user}:{password}".encode()).decode() if self._login else ""
-        written = [part.partition("=")[2] for part in self._query.split("&")]
-        queried = [value for value in (*written, *map(unquote, written)) if len(value) >= _SECRET_CHARACTERS]
-        for secret in filter(None, (token, password, self._secret, *queried)):
+        for secret in filter(None, (token, self._secret, *self._secrets)):
             text = text.replace(secret, MASK)
         return text
 
@@ -245,6 +240,12 @@ def _parts(url: str) -> SplitResult:
         "The URL of the webhook cannot be used: it takes webhook+https://HOST/PATH or webhook+http://HOST/PATH.",
         "A user and a password stand before the host, USER:PASSWORD@HOST, with %40 for an @ of theirs.",
     )
+
+
+def _shown(parts: SplitResult) -> str:
+    """The address without what may be a secret: login, query, and what in its path is no word."""
+    place = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=place, path=shown_path(parts.path), query="", fragment="").geturl()
 
 
 def _retry_after(value: str | None) -> float:

@@ -178,6 +178,93 @@ def test_a_class_that_cannot_be_used(shop: Database, tmp_path: Path, flag: str, 
     assert shop.rows("SELECT FROM pg_replication_slots WHERE slot_name = %s", [shop.slot]) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--soft-delete"], "soft_delete was asked for, but a target like echo: has no tables"),
+        (["--drop-columns"], "drop_columns was asked for, but a target like echo: has no tables"),
+        (["--batcher", "mine:FaultyBatcher", "--soft-delete"], "--soft-delete is for targets that dbsync knows"),
+        (["--batcher", "mine:FaultyBatcher", "--to", "echo:"], "--to is for targets that dbsync knows"),
+    ],
+)
+def test_what_a_target_cannot_be_told(shop: Database, tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    (tmp_path / "mine.py").write_text(HANDLERS)
+    refused(dbsync(shop, "run", *arguments, cwd=tmp_path), 2, sentence, "Leave ")
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        (f"mysql://user:{SECRET}@localhost:port/shop", "has a port that is none"),
+        (f"mysql+mysqldb://user:{SECRET}@localhost/shop", "does not go through mysqldb"),
+        (f"mysql://user:ge/{SECRET}@localhost/shop", "can be read in more than one way"),
+        (f"mysql://localhost/shop?nonsense={SECRET}", "does not take the option nonsense"),
+        (f"oracle://user:{SECRET}@localhost/shop", "is of a kind that dbsync does not know"),
+        (f"delta:s3://key:{SECRET}@bucket/lake", "s3:… is no path"),
+        ("jsonl:~/log", "begins with ~"),
+        ("sqlite:///shop.db?timeout=abc", "does not take the option timeout"),
+    ],
+)
+def test_a_target_that_cannot_be_meant(shop: Database, tmp_path: Path, url: str, sentence: str) -> None:
+    refused(dbsync(shop, "run", cwd=tmp_path, DBSYNC_TO=url), 2, sentence, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistyped_variable_is_told_and_stops_nothing(shop: Database) -> None:
+    looked = dbsync(shop, "check", DBSYNC_BATCH_EVENT=SECRET)
+    assert looked.returncode == 0
+    assert looked.stderr == "DBSYNC_BATCH_EVENT is not a variable of dbsync's: is DBSYNC_BATCH_EVENTS meant?\n"
+
+
+def test_a_signal_ends_the_wait_for_a_target(shop: Database) -> None:
+    nobody = f"postgresql://user:{SECRET}@127.0.0.1:1/shop"
+    environ = {"DBSYNC_TO": nobody, "DBSYNC_RETRY_SECONDS": "30", "DBSYNC_BATCH_EVENT": "7"}
+    with running(shop, **environ) as process:
+        assert process.stderr is not None
+        told = [process.stderr.readline()]
+        while "Trying again in 30.0 s." not in told[-1]:
+            assert told[-1], told
+            told.append(process.stderr.readline())
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=20)
+    assert process.returncode == 0
+    words = "".join(told) + rest
+    assert "The target at 127.0.0.1, database shop cannot be reached" in words
+    assert "WARNING DBSYNC_BATCH_EVENT is not a variable of dbsync's: is DBSYNC_BATCH_EVENTS meant?" in words
+    assert SECRET not in words
+    assert "Traceback" not in words
+
+
+def test_where_the_changes_go_is_stored_and_told_without_a_password(shop: Database, tmp_path: Path) -> None:
+    server = shop.server
+    assert dbsync(shop, "init").returncode == 0
+    with fresh_database(server) as target:
+        name = f"postgresql://{server.host}:{server.port}/{target.name}"
+        url = f"{name}?user={server.user}&password={server.password}"
+        # As an older dbsync stored it.
+        shop.execute(
+            "INSERT INTO dbsync_ctrl.dbsync_refreshes (slot, kind, query, state) VALUES (%s, 'target', %s, 'done')",
+            [shop.slot, url],
+        )
+        first = fed(shop, name, DBSYNC_TO=url)
+        then = fed(shop, f"sqlite:///{tmp_path}/shop.db", DBSYNC_TO=f"sqlite:///{tmp_path}/shop.db")
+    assert "has fed" not in first
+    assert f"has fed {name};" in then
+    assert server.password not in first + then
+
+
+def fed(database: Database, name: str, **changes: str) -> str:
+    """What a dbsync says that has stored what it feeds."""
+    stored = "SELECT query FROM dbsync_ctrl.dbsync_refreshes WHERE kind = 'target'"
+    with running(database, **changes) as process:
+        until(lambda: database.rows(stored) == [(name,)] or process.poll() is not None)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, err
+    assert database.rows(stored) == [(name,)]
+    return err
+
+
 def test_init_check_status_teardown(shop: Database) -> None:
     before = dbsync(shop, "status")
     assert before.returncode == 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
-from fix_postgres import Database
+from commands import until
+from fix_postgres import Database, new_server
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 from recording import FailingBatcher, RecordingBatcher, SqliteBatcher
@@ -205,12 +208,81 @@ def test_a_position_the_source_has_never_reached_is_refused(source: Database, sp
 
 
 def test_a_position_that_cannot_be_read_is_the_batchers_error(source: Database, spark: SparkSession) -> None:
-    class Broken(RecordingBatcher):
-        def position(self) -> LSN:
-            raise OSError("no such disk")
-
+    broken = Away(failures=99)
     with pytest.raises(BatcherError, match="no such disk"):
-        Syncer(settings(source), batcher=Broken(), spark=spark).start()
+        Syncer(settings(source, retries=2), batcher=broken, spark=spark).start()
+    assert broken.asked == 3  # once, and two times more
+
+
+class Away(RecordingBatcher):
+    """A target that is not there when dbsync starts."""
+
+    def __init__(self, failures: float, *, retryable: bool = True) -> None:
+        super().__init__()
+        self.failures = failures
+        self.retryable = retryable
+        self.asked = 0
+
+    def position(self) -> LSN | None:
+        self.asked += 1
+        if self.asked <= self.failures:
+            raise OSError("no such disk") if self.retryable else BatcherError("No such disk.", retryable=False)
+        return None
+
+
+def test_a_target_that_is_away_at_the_start_is_waited_for(
+    source: Database, spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Away(failures=2)
+    syncer = Syncer(settings(source), batcher=target, spark=spark)
+    syncer.setup()
+    source.execute("INSERT INTO t VALUES (1, 'a')")
+    syncer.drain()
+    assert target.asked == 3
+    assert target.documents == {"public.t": {"1": {"id": 1, "name": "a"}}}
+    told = [record.getMessage() for record in caplog.records if "no such disk" in record.getMessage()]
+    assert [words.partition("disk ")[2] for words in told] == ["Trying again in 0.2 s.", "Trying again in 0.4 s."]
+
+
+def test_a_target_server_that_is_started_later_gets_everything(
+    source: Database, spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_server() as late:
+        late.stop()
+        url = f"postgresql://{late.user}:{late.password}@{late.host}:{late.port}/postgres"
+        syncer = Syncer(settings(source, to=url, retries=20), spark=spark)
+        syncer.setup()
+        source.execute("INSERT INTO t VALUES (1, 'a')")
+        draining = threading.Thread(target=syncer.drain)
+        draining.start()
+        until(lambda: caplog.text.count("cannot be reached") >= 2)
+        late.start()
+        draining.join(60)
+        with psycopg.connect(late.dsn()) as target:
+            assert target.execute("SELECT id, name FROM public.t").fetchall() == [(1, "a")]
+    assert late.password not in caplog.text
+
+
+def test_what_waiting_cannot_help_is_said_at_once(source: Database, spark: SparkSession) -> None:
+    target = Away(failures=1, retryable=False)
+    with pytest.raises(BatcherError, match="No such disk"):
+        Syncer(settings(source), batcher=target, spark=spark).start()
+    assert target.asked == 1
+
+
+def test_a_stop_ends_the_wait_for_a_target(source: Database, spark: SparkSession) -> None:
+    target = Away(failures=99)
+    syncer = Syncer(settings(source, retry_seconds=60), batcher=target, spark=spark)
+    starting = threading.Thread(target=syncer.start)
+    starting.start()
+    until(lambda: target.asked == 1)
+    began = time.monotonic()
+    syncer.stop()
+    starting.join(30)
+    assert not starting.is_alive()
+    assert time.monotonic() - began < 10
+    assert not syncer.running
+    assert target.asked == 1
 
 
 def test_a_distributed_batcher_that_fails_is_tried_again(source: Database, spark: SparkSession, tmp_path: Path) -> None:

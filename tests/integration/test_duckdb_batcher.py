@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import resource
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta
@@ -13,8 +14,8 @@ from uuid import UUID
 
 import duckdb
 import pytest
+from filetargets import NUMERIC_12_2, column, no_room_beyond, opened, relation, waits_for_permission
 from filetargets import apply as changed
-from filetargets import column, opened, relation
 from fix_postgres import Database
 from pyspark.sql import SparkSession
 
@@ -24,6 +25,7 @@ from dbsync.batcher.urls import TargetOptions
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
 from dbsync.syncer import Syncer
+from dbsync.values import compile
 
 
 @pytest.fixture
@@ -233,6 +235,74 @@ def test_a_column_the_source_dropped(tmp_path: Path, *, drop_columns: bool) -> N
         assert rows(batcher, "SELECT _id, n, stays FROM public.thing ORDER BY _id") == [("1", 1, "z"), ("2", 2, None)]
 
 
+def test_a_type_that_grows_and_one_that_shrinks(batcher: DuckDBBatcher) -> None:
+    small = relation(*(column(name, oid, modifier) for name, oid, modifier in (
+        ("n", 21, -1), ("whole", 23, -1), ("price", 1700, NUMERIC_12_2), ("real", 700, -1), ("day", 1082, -1),
+        ("empty", 16, -1), ("id", 26, -1),
+    )))  # fmt: skip
+    large = relation(*(column(name, oid, modifier) for name, oid, modifier in (
+        ("n", 20, -1), ("whole", 1700, NUMERIC_12_2), ("price", 1700, ((20 << 16) | 4) + 4), ("real", 701, -1),
+        ("day", 1114, -1), ("empty", 2950, -1), ("id", 20, -1),
+    )))  # fmt: skip
+    first = {"n": 1, "whole": 2, "price": Decimal("1.50"), "real": 0.5, "day": date(2024, 2, 29), "id": 2**32 - 1}
+    first["empty"] = None
+    changed(batcher, 10, docs={"1": first}, of=[small])
+    changed(batcher, 20, docs={"2": first | {"n": 2**40}}, of=[large])
+    grown = {
+        "_id": "VARCHAR", "n": "BIGINT", "whole": "DECIMAL(12,2)", "price": "DECIMAL(20,4)", "real": "DOUBLE",
+        "day": "TIMESTAMP", "empty": "UUID", "id": "BIGINT",
+    }  # fmt: skip
+    assert types(batcher, "thing") == grown
+    changed(batcher, 30, docs={"3": first}, of=[relation(*(it for it in small.columns if it.name in ("n", "price")))])
+    assert types(batcher, "thing") == grown  # what is here has room for less
+    assert rows(batcher, "SELECT n, price FROM public.thing ORDER BY n") == [
+        (1, Decimal("1.5000")),
+        (1, Decimal("1.5000")),
+        (2**40, Decimal("1.5000")),
+    ]
+
+
+def test_a_type_that_cannot_follow_names_the_column(batcher: DuckDBBatcher) -> None:
+    changed(batcher, 10, docs={"1": {"n": 1}}, of=[relation(column("n", 23))])
+    with pytest.raises(
+        BatcherError, match=r"column n of public\.thing is INTEGER in the target, and .* DATE, cannot"
+    ) as no:
+        changed(batcher, 20, docs={"2": {"n": date(2024, 2, 29)}}, of=[relation(column("n", 1082))])
+    assert not no.value.retryable
+    assert types(batcher, "thing") == {"_id": "VARCHAR", "n": "INTEGER"}
+    with batcher.cursor() as cursor:
+        cursor.execute("ALTER TABLE public.thing DROP n")
+    changed(batcher, 20, docs={"2": {"n": date(2024, 2, 29)}}, of=[relation(column("n", 1082))])
+    assert rows(batcher, "SELECT * FROM public.thing ORDER BY _id") == [("1", None), ("2", date(2024, 2, 29))]
+
+
+def test_what_stands_in_the_way_of_a_change_is_said(batcher: DuckDBBatcher) -> None:
+    changed(batcher, 10, docs={"1": {"n": 1}}, of=[relation(column("n", 21))])
+    with batcher.cursor() as cursor:
+        cursor.execute("CREATE INDEX mine ON public.thing (n)")
+    with pytest.raises(BatcherError, match=r"cannot be written: .*depends on it\. Drop what depends on") as no:
+        changed(batcher, 20, docs={"1": {"n": 2**40}}, of=[relation(column("n", 20))])
+    assert not no.value.retryable
+
+
+def test_what_becomes_text_becomes_what_postgres_writes(batcher: DuckDBBatcher) -> None:
+    texts = {
+        "flag": (16, "true"), "raw": (17, "\\x00ff5c"), "single": (700, "0.5"), "double": (701, "-Infinity"),
+        "none": (701, "NaN"), "day": (1082, "0044-03-15 BC"), "moment": (1114, "0044-03-15 10:00:00 BC"),
+        "at_zone": (1184, "2024-02-29 08:11:12.5+00"), "clock": (1083, "10:11:12.5"), "span": (1186, "1 mon 2 days"),
+        "number": (1700, "NaN"),
+    }  # fmt: skip
+    declared = [column(name, oid, NUMERIC_12_2 if oid == 1700 else -1) for name, (oid, _) in texts.items()]
+    doc = {it.name: compile(it.spec)(texts[it.name][1]) for it in declared}
+    changed(batcher, 10, docs={"1": doc}, of=[relation(*declared)])
+    was = types(batcher, "thing")
+    assert {name for name, type in was.items() if type == "VARCHAR"} == {"_id", "number"}
+    changed(batcher, 20, docs={"2": dict.fromkeys(texts)}, of=[relation(*(column(name, 25) for name in texts))])
+    assert set(types(batcher, "thing").values()) == {"VARCHAR"}
+    (held,) = rows(batcher, f"SELECT {', '.join(texts)} FROM public.thing WHERE _id = '1'")
+    assert dict(zip(texts, held, strict=True)) == {name: text for name, (_, text) in texts.items()}
+
+
 def test_each_log_has_a_position_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "target.duckdb"
     with opened(batcher := DuckDBBatcher(file), "one"):
@@ -272,15 +342,13 @@ def test_its_address(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     docs = {str(n): {"n": n, "words": str(n) * 200} for n in range(3_000)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(batcher := DuckDBBatcher(tmp_path / "target.duckdb")):
         apply(batcher, 10, "thing", {"0": {"n": 0}})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
-        try:
-            with pytest.raises(BatcherError, match=r"The DuckDB file .* cannot be written") as raised:
-                apply(batcher, 20, "thing", docs)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with (
+            no_room_beyond(500_000),
+            pytest.raises(BatcherError, match=r"The DuckDB file .* cannot be written") as raised,
+        ):
+            apply(batcher, 20, "thing", docs)
         assert raised.value.retryable
         apply(batcher, 20, "thing", docs)
         assert rows(batcher, "SELECT count(*) FROM thing") == [(len(docs),)]
@@ -292,11 +360,106 @@ def test_a_schema_that_is_named_like_the_file(batcher: DuckDBBatcher) -> None:
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(BatcherError, match="cannot be opened"):
-        DuckDBBatcher(tmp_path / "missing" / "target.duckdb").position()
+    (tmp_path / "words").write_text("hello " * 5_000)
+    with opened(DuckDBBatcher(tmp_path / "damaged")):
+        pass
+    damaged = bytearray((tmp_path / "damaged").read_bytes())
+    damaged[100:2_000] = bytes(1_900)
+    (tmp_path / "damaged").write_bytes(damaged)
+    for path, words, hint, retryable in (
+        ("missing/target", "No such file or directory", "Check that its folder is there.", True),
+        (
+            "words",
+            "exists, but it is not a valid DuckDB database file",
+            "Name another file, or put this one away.",
+            False,
+        ),
+        ("", "Is a directory", "Name a file.", False),
+        ("damaged", "Corrupt database file", "Put it away, and copy into a new one.", False),
+    ):
+        with pytest.raises(BatcherError, match=r"^The DuckDB file [^\n]* cannot be opened: [^\n]*[^.!]\. ") as raised:
+            DuckDBBatcher(tmp_path / path).position()
+        assert words in raised.value.message
+        assert (raised.value.hint, raised.value.retryable) == (hint, retryable)
+
+
+def test_a_file_that_another_process_has_is_waited_for(tmp_path: Path, batcher: DuckDBBatcher) -> None:
+    holds = (
+        f"import duckdb; kept = duckdb.connect({str(tmp_path / 'target.duckdb')!r}); print('here', flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        other.stdout.readline()
+        with pytest.raises(
+            BatcherError, match=r"cannot be opened: Could not set lock on file [^\n]*\)\. One"
+        ) as raised:
+            batcher.position()
+        assert raised.value.hint == "One process at a time can write to it: close it elsewhere."
+        assert raised.value.retryable
+        other.communicate(b"\n")
+    apply(batcher, 10, "thing", {"a": {"n": 1}})
+
+
+def test_a_file_in_a_folder_that_may_not_be_written() -> None:
+    refused = waits_for_permission("duckdb:///{}/target.duckdb")
+    assert re.fullmatch(r"The DuckDB file [^\n]+ cannot be opened: [^\n]+: Permission denied\.", refused["message"])
+    assert refused["hint"] == "Check that it and its folder may be written, by the user dbsync runs as."
+    assert not refused["retryable"]
+
+
+def test_what_would_be_gone_with_the_process_is_refused() -> None:
+    for path in (":memory:", ":memory:named"):
+        with pytest.raises(ConfigError, match=r"DuckDB's :memory: is gone when dbsync ends"):
+            DuckDBBatcher.from_url(f"duckdb:///{path}", TargetOptions())
+
+
+@pytest.mark.parametrize("what", ["the file", "its folder"])
+def test_a_file_that_is_moved_away_and_comes_back(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = folder / "target.duckdb"
+    moved = file if what == "the file" else folder
+    with opened(batcher := DuckDBBatcher(file)):
+        apply(batcher, 10, "thing", {"a": {"n": 1}})
+        away = moved.rename(tmp_path / "away")
+        for last in (20, 30):
+            with pytest.raises(BatcherError, match=r"The file .* was moved or deleted while dbsync kept it") as raised:
+                apply(batcher, last, "thing", {"b": {"n": last}})
+            assert raised.value.retryable
+        assert not file.exists()  # an empty one in its place would take the batch
+        away.rename(moved)
+        apply(batcher, 20, "thing", {"b": {"n": 20}})
+        assert rows(batcher, "SELECT * FROM thing ORDER BY _id") == [("a", 1), ("b", 20)]
+
+
+def test_a_file_that_is_moved_away_in_the_middle_of_a_batch(tmp_path: Path, batcher: DuckDBBatcher) -> None:
+    apply(batcher, 10, "thing", {"a": {"n": 1}})
+    batcher.begin(batch(20))
+    batcher.batch_upsert("thing", {"b": {"n": 2}})
+    away = (tmp_path / "target.duckdb").rename(tmp_path / "away")
+    with pytest.raises(BatcherError, match=r"The file .* was moved or deleted while dbsync kept it"):
+        batcher.commit(batch(20))
+    with duckdb.connect(str(away)) as db:
+        assert db.execute("SELECT * FROM thing").fetchall() == [("a", 1)]
+
+
+def test_another_file_in_its_place_is_not_written(tmp_path: Path, batcher: DuckDBBatcher) -> None:
+    file = tmp_path / "target.duckdb"
+    apply(batcher, 10, "thing", {"a": {"n": 1}})
+    file.rename(tmp_path / "away")
+    with duckdb.connect(str(tmp_path / "theirs")) as theirs:
+        theirs.execute("CREATE TABLE theirs (n INTEGER)")
+    (tmp_path / "theirs").rename(file)
+    with pytest.raises(BatcherError, match=r"The file .* is another one than dbsync has kept in step") as raised:
+        apply(batcher, 20, "thing", {"b": {"n": 2}})
+    assert not raised.value.retryable
+    batcher.close()
+    assert batcher.position() is None  # a start takes what is there
+    assert rows(batcher, "SELECT table_name FROM duckdb_tables()") == [("theirs",)]
 
 
 def test_duckdb_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dbsync\[embedded\]'"):
+    with pytest.raises(ConfigError, match=r"A DuckDB file needs the package duckdb") as raised:
         DuckDBBatcher(tmp_path / "target.duckdb")
+    assert raised.value.hint == "pip install 'dbsync[duckdb]'"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import resource
+import re
+import sys
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -23,22 +25,24 @@ from filetargets import (
     apply,
     batch,
     column,
+    goes_away_and_comes_back,
     killed_everywhere,
+    no_room_beyond,
     odd,
     opened,
     ordinary,
     relation,
+    waits_for_permission,
 )
 from fix_postgres import Database
-from fix_target import Rows, Target, survives
+from fix_target import COLUMNS, STAMP, Rows, Target, survives, waits_for_what_is_away
+from pyspark.sql import SparkSession
 
 from dbsync.batcher.delta import DeltaBatcher
 from dbsync.batcher.folder import file_name
 from dbsync.batcher.urls import TargetOptions
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
-
-COLUMNS = {"customers": ("id", "name", "email", "note"), "orders": ("customer", "number", "total")}
 
 
 def table(folder: Path, doctype: str = "public.thing") -> DeltaTable:
@@ -54,7 +58,10 @@ def test_delta_survives(database: Database, tmp_path: Path) -> None:
         found = rows(tmp_path / "lake", f"public.{name}").values()
         return sorted(tuple(str(row[c]) if c == "total" else row[c] for c in COLUMNS[name]) for row in found)
 
-    survives(database, Target(f"delta:{tmp_path / 'lake'}", read))
+    def stamp() -> None:
+        table(tmp_path / "lake", "public.events").update(updates={"note": f"'{STAMP}'"})
+
+    survives(database, Target(f"delta:{tmp_path / 'lake'}", read, stamp=stamp))
 
 
 @pytest.mark.parametrize("step", [149, pytest.param(11, marks=pytest.mark.long)])
@@ -258,13 +265,41 @@ def test_odd_names(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("name", ["_id", "_text", "_deleted_at", "_ID", "back`tick"])
+@pytest.mark.parametrize("name", ["_id", "_text", "_deleted_at", "_Deleted_At", "_ID", "back`tick"])
 def test_a_column_delta_cannot_take(tmp_path: Path, name: str) -> None:
-    with opened(batcher := DeltaBatcher(tmp_path)):
+    with opened(batcher := DeltaBatcher(tmp_path, soft_delete=True)):
         with pytest.raises(BatcherError, match=f"column {name}") as raised:
             apply(batcher, 10, docs={"1": {name: 1}})
         assert not raised.value.retryable
         assert "--exclude-columns" in (raised.value.hint or "")
+
+
+def test_a_column_that_would_be_ours_if_rows_stayed(tmp_path: Path) -> None:
+    theirs = relation(column("n", 20), column("_deleted_at", 1114))
+    at = datetime(2024, 1, 2)  # noqa: DTZ001
+    with opened(batcher := DeltaBatcher(tmp_path)):
+        apply(batcher, 10, docs={"1": {"n": 1, "_deleted_at": at}, "2": {"n": 2, "_deleted_at": None}}, of=[theirs])
+        apply(batcher, 20, docs={"2": {"n": 2, "_deleted_at": at}, "3": {"n": 3}}, deletes=["1"], of=[theirs])
+        assert {id: row["_deleted_at"] for id, row in rows(tmp_path).items()} == {"2": at, "3": None}
+        apply(batcher, 30, docs={"4": {"n": 4, "_deleted_at": at}}, truncates=True, of=[theirs])
+        assert {id: row["_deleted_at"] for id, row in rows(tmp_path).items()} == {"4": at}
+
+
+def test_rows_that_come_back_when_nothing_is_kept_any_more(tmp_path: Path) -> None:
+    with opened(batcher := DeltaBatcher(tmp_path, soft_delete=True)):
+        apply(batcher, 10, docs={"1": {"n": 1}, "2": {"n": 2}}, of=[ITEMS])
+        apply(batcher, 20, deletes=["1", "2"], of=[ITEMS])
+    with opened(batcher := DeltaBatcher(tmp_path)):
+        apply(batcher, 30, docs={"1": {"n": 1}}, deletes=["2"], of=[ITEMS])
+    assert {id: row["_deleted_at"] for id, row in rows(tmp_path).items()} == {"1": None}
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    monkeypatch.delitem(sys.modules, "dbsync.batcher.delta")
+    with pytest.raises(ConfigError, match="A Delta table needs the package deltalake") as raised:
+        importlib.import_module("dbsync.batcher.delta")
+    assert raised.value.hint == "pip install 'dbsync[delta]'"
 
 
 def test_columns_that_differ_in_case_only(tmp_path: Path) -> None:
@@ -293,20 +328,34 @@ def test_a_table_that_is_not_ours(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     docs = {str(n): {"n": n, "note": str(n**9)} for n in range(2_000)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(batcher := DeltaBatcher(tmp_path)):
         apply(batcher, 10, docs={"1": {"n": 1}}, of=[ITEMS])
         for room in (5_000, 20_000):  # for the rows that wait; for Delta's own file
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-            try:
-                with pytest.raises(BatcherError, match=r"cannot be (used|written)") as raised:
-                    apply(batcher, 20, docs=docs, of=[ITEMS])
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            with no_room_beyond(room), pytest.raises(BatcherError, match=r"cannot be (used|written)") as raised:
+                apply(batcher, 20, docs=docs, of=[ITEMS])
             assert raised.value.retryable
             assert len(rows(tmp_path)) == 1
         apply(batcher, 20, docs=docs, of=[ITEMS])
     assert {id: row["n"] for id, row in rows(tmp_path).items()} == {id: doc["n"] for id, doc in docs.items()}
+
+
+def test_a_folder_that_may_not_be_written() -> None:
+    refused = waits_for_permission("delta:{}")
+    assert re.fullmatch(r"The target folder [^\n]+ cannot be used: Permission denied\.", refused["message"])
+    assert "that dbsync may write to it" in refused["hint"]
+    assert refused["retryable"]
+
+
+def test_while_it_is_away_nothing_is_missed(
+    database: Database, spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits_for_what_is_away(database, DeltaBatcher(tmp_path / "target"), tmp_path / "target", spark, caplog)
+    assert {id: row["a"] for id, row in rows(tmp_path / "target", "public.t").items()} == {"1": 3, "4": 4}
+
+
+def test_a_folder_that_goes_away_and_comes_back(tmp_path: Path) -> None:
+    goes_away_and_comes_back(DeltaBatcher, tmp_path / "target")
+    assert set(rows(tmp_path / "target")) == {"2"}
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:

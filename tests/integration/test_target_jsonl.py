@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import resource
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,23 @@ from filetargets import (
     VALUES,
     apply,
     batch,
+    goes_away_and_comes_back,
     killed_everywhere,
+    no_room_beyond,
     odd,
     opened,
     ordinary,
+    waits_for_permission,
 )
 from fix_postgres import Database
-from fix_target import Rows, Target, survives
+from fix_target import COLUMNS, Rows, Target, kinds_told, survives, waits_for_what_is_away
+from pyspark.sql import SparkSession
 
 from dbsync.batcher.jsonl import JsonlBatcher
 from dbsync.batcher.urls import TargetOptions
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
-
-COLUMNS = {"customers": ("id", "name", "email", "note"), "orders": ("customer", "number", "total")}
+from dbsync.syncer import Syncer
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -56,7 +60,9 @@ def final(folder: Path, doctype: str) -> dict[str, dict[str, Any]]:
 
 def test_jsonl_survives(database: Database, tmp_path: Path) -> None:
     def read(table: str) -> Rows:
-        docs = final(tmp_path / "log", f"public.{table}").values()
+        docs: Iterable[dict[str, Any]] = final(tmp_path / "log", f"public.{table}").values()
+        if table == "events":  # all that was told of them
+            docs = [line["doc"] for line in lines(tmp_path / "log") if line["type"] == "public.events"]
         return sorted(tuple(doc[name] for name in COLUMNS[table]) for doc in docs)
 
     survives(database, Target(f"jsonl:{tmp_path / 'log'}?rotate_bytes=200kB&rotate_seconds=1", read))
@@ -76,6 +82,31 @@ def test_a_kill_at_any_line_repeats_nothing_and_loses_nothing(tmp_path: Path, st
     for folder in others:
         assert lines(folder) == wanted
         assert list((folder / "_dbsync").glob("*.part")) == []
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [{"include_columns": ("public.log.words", "public.keyed.words")}, {"exclude_columns": ("*._op", "*.n")}],
+    ids=lambda lists: next(iter(lists)),
+)
+def test_of_a_table_without_a_key_it_is_told_what_happened_whatever_columns_stay(
+    database: Database, spark: SparkSession, tmp_path: Path, lists: dict[str, Any]
+) -> None:
+    database.execute("CREATE TABLE log (words text, n int); ALTER TABLE log REPLICA IDENTITY FULL")
+    database.execute("CREATE TABLE keyed (words text PRIMARY KEY, _op text)")
+    database.execute("CREATE PUBLICATION dbsync_mypub FOR TABLE log, keyed")
+    with Syncer(database.settings(**lists), batcher=JsonlBatcher(tmp_path), spark=spark) as syncer:
+        database.execute("INSERT INTO keyed VALUES ('a', 'theirs')")
+        database.execute("INSERT INTO log VALUES ('a', 1)")
+        database.execute("UPDATE log SET words = 'b'")
+        database.execute("DELETE FROM log")
+        syncer.drain()
+    assert [line["doc"] for line in lines(tmp_path) if line["type"] == "public.log"] == [
+        {"words": "a", "_op": "insert"},
+        {"words": "b", "_op": "update"},
+        {"words": "b", "_op": "delete"},
+    ]
+    assert final(tmp_path, "public.keyed") == {"a": {"words": "a"}}
 
 
 def test_readers_see_whole_batches_and_whole_files_only(tmp_path: Path) -> None:
@@ -157,20 +188,49 @@ def test_values_keep_what_they_are(tmp_path: Path) -> None:
     assert {name: value for name, value in two["doc"].items() if value is not None} == ODD
 
 
+def test_every_kind_of_value_is_told_by_the_engine(database: Database, spark: SparkSession, tmp_path: Path) -> None:
+    kinds_told(database, JsonlBatcher(tmp_path), spark, lambda: final(tmp_path, "public.kinds"))
+
+
 def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     batcher = JsonlBatcher(tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    docs = {str(n): {"n": n} for n in range(100)}
     with opened(batcher):
         apply(batcher, 10, docs={"1": {"n": 1}})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
-        try:
-            with pytest.raises(BatcherError, match="cannot be used: File too large") as raised:
-                apply(batcher, 20, docs={str(n): {"n": n} for n in range(100)})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with no_room_beyond(2_000), pytest.raises(BatcherError, match="cannot be used: File too large") as raised:
+            apply(batcher, 20, docs=docs)
         assert raised.value.retryable
-        apply(batcher, 20, docs={str(n): {"n": n} for n in range(100)})
+        apply(batcher, 20, docs=docs)
     assert [line["seq"] for line in lines(tmp_path)] == list(range(1, 102))
+
+
+def test_what_a_full_disk_cut_in_two_is_never_published(tmp_path: Path) -> None:
+    """By then the journal is large enough for readers, but what makes it so does not count."""
+    docs = {str(n): {"n": n} for n in range(100)}
+    with opened(batcher := JsonlBatcher(tmp_path, rotate_bytes=1_000)):
+        apply(batcher, 10, docs={"0": {"n": 0}})
+        with no_room_beyond(2_000):
+            for _ in range(2):
+                with pytest.raises(BatcherError, match="cannot be used: File too large"):
+                    apply(batcher, 20, docs=docs)
+        assert lines(tmp_path) == []
+        apply(batcher, 20, docs=docs)
+    told = [(line["seq"], line["lsn"]) for line in lines(tmp_path)]
+    assert told == [(1, "0/A"), *((seq, "0/14") for seq in range(2, 102))]
+
+
+@pytest.mark.parametrize("before", [[], [10]], ids=["a new journal", "one that holds a batch"])
+def test_what_a_batch_wrote_before_it_failed_is_never_published(tmp_path: Path, before: list[int]) -> None:
+    docs = {str(n): {"n": n} for n in range(20)}
+    with opened(batcher := JsonlBatcher(tmp_path, rotate_bytes=500)):
+        for last in before:
+            apply(batcher, last, docs={"before": {"n": 0}})
+        for _ in range(3):
+            batcher.begin(batch(20))
+            batcher.batch_upsert("public.thing", docs)
+        assert lines(tmp_path) == []
+        batcher.commit(batch(20))
+    assert [line["id"] for line in lines(tmp_path)] == [*("before" for _ in before), *docs]
 
 
 def test_a_folder_takes_one_dbsync_at_a_time(tmp_path: Path) -> None:
@@ -178,6 +238,25 @@ def test_a_folder_takes_one_dbsync_at_a_time(tmp_path: Path) -> None:
         JsonlBatcher(tmp_path).position()
     with opened(JsonlBatcher(tmp_path)):
         pass
+
+
+def test_a_folder_that_may_not_be_written() -> None:
+    refused = waits_for_permission("jsonl:{}")
+    assert re.fullmatch(r"The target folder [^\n]+ cannot be used: Permission denied\.", refused["message"])
+    assert "that dbsync may write to it" in refused["hint"]
+    assert refused["retryable"]
+
+
+def test_while_it_is_away_nothing_is_missed(
+    database: Database, spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits_for_what_is_away(database, JsonlBatcher(tmp_path / "target"), tmp_path / "target", spark, caplog)
+    assert final(tmp_path / "target", "public.t") == {"1": {"id": 1, "a": 3}, "4": {"id": 4, "a": 4}}
+
+
+def test_a_folder_that_goes_away_and_comes_back(tmp_path: Path) -> None:
+    goes_away_and_comes_back(JsonlBatcher, tmp_path / "target")
+    assert [line["op"] for line in lines(tmp_path / "target")] == ["upsert", "delete", "upsert"]
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:

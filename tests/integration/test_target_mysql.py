@@ -12,10 +12,11 @@ from decimal import Decimal
 import pytest
 from fix_mysql import PASSWORD, MysqlDatabase
 from fix_postgres import Database
-from fix_target import Rows, Target, survives
+from fix_target import SOURCE, STAMPED, Rows, Target, survives
 from kinds import KINDS
 from mirrored import delete, documents, info, mirror, not_applied_twice, output, relation, upsert
 from pyspark.sql import SparkSession
+from sqlalchemy import event
 
 from dbsync.batcher.sql import SqlBatcher
 from dbsync.errors import BatcherError
@@ -39,15 +40,19 @@ def types(mysql: MysqlDatabase, table: str) -> dict[str, str]:
     )
 
 
+def end_sessions(mysql: MysqlDatabase) -> None:
+    for (id,) in mysql.rows(
+        "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()"
+    ):
+        mysql.rows(f"KILL {id}")
+
+
 @pytest.mark.long  # like its sibling's, which the plain run has
 def test_mysql_survives(database: Database, mysql: MysqlDatabase) -> None:
     def read(table: str) -> Rows:
-        return mysql.rows({
-            "customers": "SELECT id, name, email, note FROM customers ORDER BY id",
-            "orders": "SELECT customer, number, cast(total AS char) FROM orders ORDER BY customer, number",
-        }[table])  # fmt: skip
+        return mysql.rows(SOURCE[table].replace("total::text", "cast(total AS char)"))
 
-    survives(database, Target(mysql.at("mariadb"), read))
+    survives(database, Target(mysql.at("mariadb"), read, stamp=lambda: mysql.rows(STAMPED)))
 
 
 def test_no_batch_is_applied_twice(database: Database, mysql: MysqlDatabase, spark: SparkSession) -> None:
@@ -272,10 +277,7 @@ def test_a_session_that_is_ended_in_the_middle(mysql: MysqlDatabase, batcher: Sq
     upsert(batcher, 10, "thing", {"a": {"n": 1}})
     batcher.begin(info(20))
     batcher.batch_upsert("thing", {"a": {"n": 2}})
-    for (id,) in mysql.rows(
-        "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()"
-    ):
-        mysql.rows(f"KILL {id}")
+    end_sessions(mysql)
     with pytest.raises(BatcherError) as raised:
         batcher.batch_upsert("thing", {"b": {"n": 2}})
     assert raised.value.retryable
@@ -283,6 +285,28 @@ def test_a_session_that_is_ended_in_the_middle(mysql: MysqlDatabase, batcher: Sq
     upsert(batcher, 20, "thing", {"a": {"n": 2}, "b": {"n": 2}})
     assert mysql.rows("SELECT * FROM thing ORDER BY _id") == [("a", 2), ("b", 2)]
     assert batcher.position() == LSN(20)
+
+
+def test_a_session_that_is_ended_before_it_is_asked_for_the_position(mysql: MysqlDatabase, batcher: SqlBatcher) -> None:
+    upsert(batcher, 10, "thing", {"a": {"n": 1}})
+    assert batcher.position() == LSN(10)
+    end_sessions(mysql)
+    with pytest.raises(BatcherError, match="could not read the position") as raised:
+        batcher.position()
+    assert raised.value.retryable
+    assert batcher.position() == LSN(10)
+
+
+def test_a_session_that_is_ended_at_the_commit(mysql: MysqlDatabase, batcher: SqlBatcher) -> None:
+    upsert(batcher, 10, "thing", {"a": {"n": 1}})
+    engine = batcher._store._engine  # type: ignore[attr-defined]
+    event.listen(engine, "commit", lambda _: end_sessions(mysql), once=True)
+    with pytest.raises(BatcherError, match="could not commit") as raised:
+        upsert(batcher, 20, "thing", {"b": {"n": 2}})
+    assert raised.value.retryable
+    assert mysql.rows("SELECT * FROM thing") == [("a", 1)]
+    upsert(batcher, 20, "thing", {"b": {"n": 2}})
+    assert mysql.rows("SELECT * FROM thing ORDER BY _id") == [("a", 1), ("b", 2)]
 
 
 def test_a_date_before_the_year_1000(mysql: MysqlDatabase, batcher: SqlBatcher) -> None:

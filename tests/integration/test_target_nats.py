@@ -17,8 +17,9 @@ import trustme
 from commands import SECRET, dbsync, publish, refused, running
 from fix_nats import NatsServer, Published, nats_serving
 from fix_postgres import Database
-from fix_target import Rows, Target, drained, survives
+from fix_target import COLUMNS, Rows, Target, drained, kinds_told, survives
 from nats.js import JetStreamContext
+from pyspark.sql import SparkSession
 
 from dbsync.batcher import BatchInfo
 from dbsync.batcher.nats import NatsBatcher, subject
@@ -81,16 +82,29 @@ def held(messages: list[Published]) -> dict[str, dict[str, Any]]:
 
 
 def rows(messages: list[Published], table: str) -> Rows:
-    names = {"customers": ("id", "name", "email", "note"), "orders": ("customer", "number", "total")}[table]
     documents = held(messages).get(f"public.{table}", {}).values()
-    return sorted(tuple(document[name] for name in names) for document in documents)
+    return sorted(tuple(document[name] for name in COLUMNS[table]) for document in documents)
 
 
 def test_a_stream_survives(database: Database, nats_server: NatsServer) -> None:
-    survives(database, Target(nats_server.url("SHOP"), lambda table: rows(nats_server.published("SHOP"), table)))
+    def read(table: str) -> Rows:
+        return rows(nats_server.published("SHOP"), table)
+
+    survives(database, Target(nats_server.url("SHOP"), read, exactly_once=False))
     messages = nats_server.published("SHOP")
     assert len({message.id for message in messages}) == len(messages)
-    assert {message.subject for message in messages} == {"SHOP.public.customers", "SHOP.public.orders"}
+    assert {message.subject for message in messages} == {f"SHOP.public.{table}" for table in COLUMNS}
+
+
+def test_every_kind_of_value_is_told_by_the_engine(
+    database: Database, nats_server: NatsServer, spark: SparkSession
+) -> None:
+    kinds_told(
+        database,
+        NatsBatcher(nats_server.url("SHOP")),
+        spark,
+        lambda: held(nats_server.published("SHOP"))["public.kinds"],
+    )
 
 
 def test_one_that_goes_away_and_comes_back_misses_nothing(database: Database, nats_server: NatsServer) -> None:

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from commands import SECRET, dbsync, publish, refused, until
 from fix_postgres import Database, Server, fresh_database
-from fix_target import CUSTOMERS, ORDERS, Target, survives
+from fix_target import SOURCE, STAMPED, Rows, Target, survives
 from kinds import KINDS
 from mirrored import delete, documents, info, mirror, not_applied_twice, output, relation, upsert
 from pyspark.sql import SparkSession
@@ -53,8 +53,89 @@ def types(database: Database, table: str) -> dict[str, str]:
 
 
 def test_postgres_survives(database: Database, target: Database) -> None:
-    queries = {"customers": CUSTOMERS, "orders": ORDERS}
-    survives(database, Target(url(target), lambda table: target.rows(queries[table])))
+    def read(table: str) -> Rows:
+        return target.rows(SOURCE[table])
+
+    survives(database, Target(url(target), read, stamp=lambda: target.execute(STAMPED)))
+
+
+ONE_ROW = "CREATE TABLE t (id int PRIMARY KEY, a int); INSERT INTO t VALUES (1, 1);"
+
+
+def feed_itself(database: Database, spark: SparkSession, where: str = "", **settings: Any) -> int:
+    """The source as its own target: how many rows are written for a change of one."""
+    batcher = PostgresBatcher(f"{database.dsn} {where}")
+    with Syncer(database.settings(**settings), batcher=batcher, spark=spark) as syncer:
+        database.execute("UPDATE t SET a = 2")
+        for _ in range(3):
+            syncer.drain()
+        return syncer.status().totals.upserts
+
+
+@pytest.mark.parametrize(
+    ("publication", "settings", "table"),
+    [
+        ("FOR TABLE t", {}, r"public\.t"),
+        ("FOR ALL TABLES", {}, r"public\.dbsync_position"),
+        ("FOR ALL TABLES", {"target_schema": "copy"}, r"public\.dbsync_position"),
+        pytest.param(
+            "FOR TABLES IN SCHEMA public",
+            {"target_schema": "copy"},
+            r"public\.dbsync_position",
+            marks=pytest.mark.pg(">= 15"),
+        ),
+        pytest.param(
+            "FOR TABLES IN SCHEMA public, copy",
+            {"target_schema": "copy", "where": "options=-csearch_path=home"},
+            r"copy\.t",
+            marks=pytest.mark.pg(">= 15"),
+        ),
+        pytest.param(
+            "FOR TABLES IN SCHEMA public",
+            {"target_prefix": "copy_", "where": "options=-csearch_path=home"},
+            r"public\.copy_t",
+            marks=pytest.mark.pg(">= 15"),
+        ),
+    ],
+)
+def test_what_would_come_back_for_ever_is_refused(
+    database: Database, spark: SparkSession, publication: str, settings: dict[str, Any], table: str
+) -> None:
+    database.execute(f"{ONE_ROW} CREATE SCHEMA copy; CREATE SCHEMA home; CREATE PUBLICATION dbsync_mypub {publication}")
+    with pytest.raises(
+        BatcherError, match=f'target is the source itself, and the publication "dbsync_mypub" has the table {table} in'
+    ) as raised:
+        feed_itself(database, spark, **settings)
+    assert not raised.value.retryable
+    assert "Name another database in DBSYNC_TO" in (raised.value.hint or "")
+    tables = "SELECT relname FROM pg_class WHERE relkind = 'r' AND relnamespace::regnamespace::text = ANY (%s)"
+    assert database.rows(tables, [["public", "copy", "home"]]) == [("t",)]
+
+
+def test_a_copy_in_the_source_that_is_not_published_is_kept(database: Database, spark: SparkSession) -> None:
+    database.execute(f"{ONE_ROW} CREATE PUBLICATION dbsync_mypub FOR TABLE t; CREATE PUBLICATION other FOR ALL TABLES")
+    assert feed_itself(database, spark, target_schema="copy") == 1
+    assert feed_itself(database, spark, target_prefix="copy_") == 1
+    assert database.rows("SELECT * FROM copy.t") == database.rows("SELECT * FROM copy_t") == [(1, 2)]
+
+
+def test_a_partition_of_what_is_published_is_refused_too(database: Database, spark: SparkSession) -> None:
+    database.execute(
+        f"{ONE_ROW} CREATE TABLE copy_t (id int PRIMARY KEY, a int) PARTITION BY RANGE (id);"
+        "CREATE TABLE part PARTITION OF copy_t DEFAULT; CREATE PUBLICATION dbsync_mypub FOR TABLE t, part"
+    )
+    with pytest.raises(BatcherError, match=r"the publication .* has the table public\.copy_t in it"):
+        feed_itself(database, spark, target_prefix="copy_")
+
+
+def test_the_command_refuses_to_feed_the_source(database: Database) -> None:
+    publish(database)
+    database.execute("INSERT INTO orders VALUES (1, 'a')")
+    done = dbsync(database, "run", DBSYNC_TO=url(database), DBSYNC_SNAPSHOT="initial")
+    told = [line for line in done.stderr.splitlines() if " INFO " not in line and " ERROR " not in line]
+    done.stderr = "\n".join(told)
+    refused(done, 5, "The target is the source itself", "Name another database in DBSYNC_TO, or move the tables")
+    assert database.rows("SELECT * FROM orders") == [(1, "a")]
 
 
 def test_types_survive(database: Database, target: Database, batcher: PostgresBatcher) -> None:
@@ -72,6 +153,20 @@ def test_types_survive(database: Database, target: Database, batcher: PostgresBa
         "cash": "text", "class": "text", "feel": "text", "two": "text", "little": "bigint", "cost": "numeric",
         "at": "text", "feels": "text[]", "classes": "text[]",
     }  # fmt: skip
+
+
+def test_what_a_value_loses_on_the_way(database: Database, target: Database, batcher: PostgresBatcher) -> None:
+    """As the README says."""
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, doc json, docb jsonb, span interval, mixed interval)")
+    database.execute(
+        "INSERT INTO t VALUES (1, ' {\"a\":1, \"b\":2,\"a\":3}', '{}', '24:00:00', '1 day -01:00'),"
+        " (2, 'null', 'null', '1 mon', '-1 mon 24:00')"
+    )
+    mirror(batcher, 10, database, "t")
+    assert output(target, "t", ["doc", "docb", "span", "mixed"]) == [
+        ('{"a": 3, "b": 2}', "{}", "1 day", "23:00:00"),
+        (None, None, "1 mon", "-1 mons +24:00:00"),
+    ]
 
 
 def test_a_batch_is_whole_or_not_there(target: Database, batcher: PostgresBatcher) -> None:
@@ -362,6 +457,35 @@ def test_a_role_that_may_not(target: Database) -> None:
     finally:
         batcher.close()
         target.execute("DROP OWNED BY guest CASCADE; DROP ROLE guest")
+
+
+def test_a_statement_that_a_hint_names_can_be_run_whatever_the_names(target: Database) -> None:
+    target.execute('DROP ROLE IF EXISTS "Guest"; CREATE ROLE "Guest" LOGIN PASSWORD \'guest\'')
+    target.execute(
+        'GRANT CREATE ON SCHEMA public TO "Guest"; CREATE SCHEMA "My Shop"; GRANT USAGE ON SCHEMA "My Shop" TO "Guest"'
+    )
+    target.execute('CREATE TABLE "My Shop"."Thing" (_id text PRIMARY KEY, n bigint)')
+    batcher = PostgresBatcher(url(target, user="Guest", password="guest"))
+    try:
+        for doc, sentence, statement in (
+            (
+                {"n": 1},
+                "may not write to My Shop.Thing",
+                'GRANT SELECT, INSERT, UPDATE, DELETE, TRUNCATE ON {} TO "Guest"',
+            ),
+            ({"n": 1, "more": 2}, "may not add the column more", 'ALTER TABLE {} OWNER TO "Guest"'),
+        ):
+            with pytest.raises(BatcherError, match=sentence) as raised:
+                upsert(batcher, 10, "My Shop.Thing", {"a": doc})
+            assert raised.value.hint == statement.format('"My Shop"."Thing"') + ";"
+            target.execute(raised.value.hint)
+            upsert(batcher, 10, "My Shop.Thing", {"a": doc})
+            # From here on the table is one that dbsync made, as far as it knows.
+            target.execute("INSERT INTO dbsync_tables VALUES ('My Shop.Thing', 'My Shop.Thing') ON CONFLICT DO NOTHING")
+            batcher.close()
+    finally:
+        batcher.close()
+        target.execute('DROP OWNED BY "Guest" CASCADE; DROP ROLE "Guest"')
 
 
 PERMISSIONS = [

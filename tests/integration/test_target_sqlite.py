@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filetargets import no_room_beyond, waits_for_permission
 from fix_postgres import Database
-from fix_target import Rows, Target, survives
+from fix_target import SOURCE, STAMPED, Rows, Target, survives
 from kinds import KINDS
 from mirrored import delete, documents, info, mirror, not_applied_twice, output, relation, upsert
 from pyspark.sql import SparkSession
+from sqlalchemy import event
 
+from dbsync.batcher import sql
 from dbsync.batcher.sql import SqlBatcher
 from dbsync.errors import BatcherError, ConfigError
 from dbsync.lsn import LSN
@@ -44,12 +49,9 @@ def types(file: Path, table: str) -> dict[str, str]:
 
 def test_sqlite_survives(database: Database, file: Path) -> None:
     def read(table: str) -> Rows:
-        return rows(file, {
-            "customers": "SELECT id, name, email, note FROM customers ORDER BY id",
-            "orders": "SELECT customer, number, total FROM orders ORDER BY customer, number",
-        }[table])  # fmt: skip
+        return rows(file, SOURCE[table].replace("::text", ""))
 
-    survives(database, Target(f"sqlite:///{file}", read))
+    survives(database, Target(f"sqlite:///{file}", read, stamp=lambda: rows(file, STAMPED)))
 
 
 AUDIT = """
@@ -230,6 +232,84 @@ def test_a_folder_that_is_not_there_comes_back(tmp_path: Path) -> None:
     assert rows(tmp_path / "later" / "target.sqlite", "SELECT * FROM thing") == [("a", 1)]
 
 
+def test_a_full_disk_is_waited_for(file: Path, batcher: SqlBatcher) -> None:
+    docs = {str(n): {"n": "y" * 500} for n in range(2_000)}
+    upsert(batcher, 10, "thing", {"a": {"n": "x"}})
+    with no_room_beyond(60_000):
+        for _ in range(2):
+            with pytest.raises(BatcherError, match=r"could not .*: disk I/O error") as raised:
+                upsert(batcher, 20, "thing", docs)
+            assert raised.value.retryable
+            assert raised.value.hint == "See that its disk has room, and is well."
+        assert rows(file, "SELECT * FROM thing") == [("a", "x")]
+    upsert(batcher, 20, "thing", docs)
+    assert rows(file, "SELECT count(*) FROM thing") == [(2_001,)]
+    assert batcher.position() == LSN(20)
+
+
+def test_a_file_that_has_grown_as_far_as_it_may_is_waited_for(file: Path) -> None:
+    def grow(pages: int) -> None:
+        # The limit is the connection's own, so every new one is told of it.
+        event.listen(batcher._store._engine, "connect", lambda it, _: it.execute(f"PRAGMA max_page_count = {pages}"))
+
+    batcher: Any = SqlBatcher(f"sqlite:///{file}")
+    upsert(batcher, 10, "thing", {"a": {"n": "x"}})
+    batcher.close()
+    grow(20)
+    for _ in range(2):
+        with pytest.raises(BatcherError, match=r"database or disk is full\. Make room on the disk\.") as raised:
+            upsert(batcher, 20, "thing", {str(n): {"n": "y" * 500} for n in range(2_000)})
+        assert raised.value.retryable
+    batcher.close()
+    grow(10_000)
+    upsert(batcher, 20, "thing", {"b": {"n": "y"}})
+    batcher.close()
+    assert rows(file, "SELECT _id FROM thing ORDER BY _id") == [("a",), ("b",)]
+
+
+def test_a_commit_that_fails_is_tried_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody reads the file: SQLite lets dbsync write, and refuses the COMMIT."""
+    monkeypatch.setattr(sql, "_LOCK_SECONDS", 0.05)
+    batcher = SqlBatcher(f"sqlite:///{file}")
+    upsert(batcher, 10, "thing", {"a": {"n": 1}})
+    with closing(sqlite3.connect(file, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM thing").fetchall()
+        for _ in range(3):
+            with pytest.raises(BatcherError, match="could not commit: database is locked") as raised:
+                upsert(batcher, 20, "thing", {"b": {"n": 2}})
+            assert raised.value.retryable
+        assert rows(file, "SELECT * FROM thing") == [("a", 1)]
+    upsert(batcher, 20, "thing", {"b": {"n": 2}})
+    batcher.close()
+    assert rows(file, "SELECT * FROM thing ORDER BY _id") == [("a", 1), ("b", 2)]
+
+
+def test_a_connection_that_breaks_at_the_commit_is_opened_anew(file: Path, batcher: SqlBatcher) -> None:
+    """As a server's does; the batch did not get through."""
+    upsert(batcher, 10, "thing", {"a": {"n": 1}})
+    dialect: Any = batcher._store._engine.dialect  # type: ignore[attr-defined]
+    commit = dialect.do_commit
+
+    def broken(connection: Any) -> None:
+        dialect.do_commit = commit
+        connection.close()
+        raise sqlite3.OperationalError("the connection broke")
+
+    dialect.do_commit, dialect.is_disconnect = broken, lambda *_: True
+    with pytest.raises(BatcherError, match="could not commit: the connection broke"):
+        upsert(batcher, 20, "thing", {"b": {"n": 2}})
+    upsert(batcher, 20, "thing", {"b": {"n": 2}})
+    assert rows(file, "SELECT * FROM thing ORDER BY _id") == [("a", 1), ("b", 2)]
+
+
+def test_a_file_in_a_folder_that_may_not_be_written() -> None:
+    refused = waits_for_permission("sqlite:///{}/target.sqlite")
+    assert re.fullmatch(r"The target at [^\n]+ could not [^\n]+: unable to open database file\.", refused["message"])
+    assert refused["hint"] == "Check that its folder is there and may be written, by the user dbsync runs as."
+    assert refused["retryable"]
+
+
 def test_a_file_that_may_not_be_written(file: Path, batcher: SqlBatcher) -> None:
     upsert(batcher, 10, "thing", {"a": {"n": 1}})
     batcher.close()
@@ -243,7 +323,69 @@ def test_a_file_that_may_not_be_written(file: Path, batcher: SqlBatcher) -> None
         batcher.position()
 
 
-@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "mysql://user:geheim@HOST"])
+def test_a_file_that_is_moved_away_and_comes_back(file: Path, batcher: SqlBatcher) -> None:
+    upsert(batcher, 10, "thing", {"a": {"n": 1}})
+    away = file.rename(file.with_name("away"))
+    for _ in range(3):
+        with pytest.raises(BatcherError, match=r"The file .* was moved or deleted while dbsync kept it") as raised:
+            upsert(batcher, 20, "thing", {"b": {"n": 2}})
+        assert raised.value.retryable
+        assert not file.exists()  # an empty one in its place would take the batch
+    away.rename(file)
+    upsert(batcher, 20, "thing", {"b": {"n": 2}})
+    assert rows(file, "SELECT * FROM thing ORDER BY _id") == [("a", 1), ("b", 2)]
+
+
+def test_a_file_that_is_moved_away_in_the_middle_of_a_batch(file: Path, batcher: SqlBatcher) -> None:
+    upsert(batcher, 10, "thing", {"a": {"n": 1}})
+    batcher.begin(info(20))
+    away = file.rename(file.with_name("away"))
+    with pytest.raises(BatcherError, match=r"The file .* was moved or deleted while dbsync kept it") as raised:
+        batcher.batch_upsert("thing", {"b": {"n": 2}})
+    assert raised.value.retryable
+    assert rows(away, "SELECT * FROM thing") == [("a", 1)]
+
+
+def test_another_file_in_its_place_is_not_written(file: Path, batcher: SqlBatcher) -> None:
+    upsert(batcher, 10, "thing", {"a": {"n": 1}})
+    file.rename(file.with_name("away"))
+    rows(file, "CREATE TABLE theirs (n int)")
+    with pytest.raises(BatcherError, match=r"The file .* is another one than dbsync has kept in step") as raised:
+        upsert(batcher, 20, "thing", {"b": {"n": 2}})
+    assert not raised.value.retryable
+    assert rows(file, "SELECT name FROM sqlite_master") == [("theirs",)]
+    batcher.close()
+    assert batcher.position() is None  # a start takes what is there
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pymysql", None)
+    with pytest.raises(ConfigError, match=r"mysql://… needs the package pymysql") as raised:
+        SqlBatcher("mysql://user:geheim@HOST/db")
+    assert raised.value.hint == "pip install 'dbsync[mysql]'"
+    for scheme in ("mysql+nobodys", "mariadb+mysqldb"):
+        with pytest.raises(ConfigError, match=f"The driver that the target's URL names, {re.escape(scheme)}, is not"):
+            SqlBatcher(f"{scheme}://user:geheim@HOST/db")
+
+
+@pytest.mark.parametrize("url", ["mysql://user:geheim@HOST:port/db", "mysql:db", "sqlite:db"])
+def test_a_url_that_cannot_be_read(url: str) -> None:
+    with pytest.raises(ConfigError, match="The target's URL cannot be read") as raised:
+        SqlBatcher(url)
+    assert "geheim" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["mysql://user:geheim@HOST/db?nonsense=1", "sqlite:///db?timeout=long"])
+def test_an_option_the_driver_does_not_take(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"does not take the options behind the \? in its URL") as raised:
+        SqlBatcher(url).position()
+    assert "geheim" not in str(raised.value)
+
+
+MEMORY = ["sqlite:///:memory:", "sqlite:///file::memory:?uri=true", "sqlite:///file:x?mode=memory&uri=true"]
+
+
+@pytest.mark.parametrize("url", ["sqlite://", *MEMORY, "mysql://user:geheim@HOST"])
 def test_a_url_that_names_no_database(url: str) -> None:
     with pytest.raises(ConfigError, match="names no database") as raised:
         SqlBatcher(url)

@@ -26,7 +26,8 @@ import pytest
 import trustme
 from commands import SECRET, dbsync, publish, refused, running, until
 from fix_postgres import Database
-from fix_target import Rows, Target, drained, survives
+from fix_target import COLUMNS, Rows, Target, drained, kinds_told, survives
+from pyspark.sql import SparkSession
 
 from dbsync.batcher import BatchInfo
 from dbsync.batcher.webhook import WebhookBatcher
@@ -195,9 +196,8 @@ def held(requests: Sequence[Request]) -> dict[str, dict[str, Any]]:
 
 
 def rows(requests: Sequence[Request], table: str) -> Rows:
-    names = {"customers": ("id", "name", "email", "note"), "orders": ("customer", "number", "total")}[table]
     documents = held(requests).get(f"public.{table}", {}).values()
-    return sorted(tuple(document[name] for name in names) for document in documents)
+    return sorted(tuple(document[name] for name in COLUMNS[table]) for document in documents)
 
 
 def readme_verifies(secret: bytes, header: str, body: bytes) -> bool:
@@ -210,13 +210,17 @@ def readme_verifies(secret: bytes, header: str, body: bytes) -> bool:
 
 def test_a_webhook_survives(database: Database, receiver: Receiver) -> None:
     environ = {"DBSYNC_WEBHOOK_SECRET": SECRET}
-    survives(database, Target(receiver.url(), lambda table: rows(receiver.taken, table), environ))
+    survives(database, Target(receiver.url(), lambda table: rows(receiver.taken, table), environ, exactly_once=False))
     assert {request.content["log"] for request in receiver.taken} != {""}
     for request in receiver.requests:
         signed, _, found = request.headers["Dbsync-Signature"].removeprefix("t=").partition(",v1=")
         assert hmac.new(SECRET.encode(), f"{signed}.".encode() + request.body, hashlib.sha256).hexdigest() == found
     positions = [LSN(request.content["last_lsn"]) for request in receiver.taken]
     assert positions[-1] == max(positions)
+
+
+def test_every_kind_of_value_is_told_by_the_engine(database: Database, receiver: Receiver, spark: SparkSession) -> None:
+    kinds_told(database, WebhookBatcher(receiver.url()), spark, lambda: held(receiver.taken)["public.kinds"])
 
 
 def test_one_that_goes_away_and_comes_back_misses_nothing(database: Database, receiver: Receiver) -> None:
@@ -360,6 +364,35 @@ def test_any_other_answer_stops_at_once(receiver: Receiver, answer: Answer, word
     assert not error.retryable
     assert words in error.message
     assert len(receiver.requests) == 1
+
+
+HOOK = f"/services/T0123456/{SECRET}8/{SECRET}9"  # where the path is all that keeps others out
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(404, text=f"there is no {HOOK}"),
+        Answer(403, text=f"not with {SECRET}9"),
+        Answer(500, text=f"{HOOK} is broken"),
+        Answer(302, {"Location": f"https://elsewhere{HOOK}"}),
+        Answer(302, {"Location": HOOK}),
+        Answer(hangs=True),
+        Answer(breaks=True),
+    ],
+)
+def test_a_path_that_is_a_secret_is_never_told(
+    receiver: Receiver, answer: Answer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    receiver.always = answer
+    with open_batch(receiver.url(HOOK)) as batcher, pytest.raises(BatcherError) as raised:
+        batcher.batch_delete("s.t", ["1"])
+    assert receiver.requests[0].path == HOOK
+    assert f"http://localhost:{receiver.port}/services/***/***/***" in str(raised.value)
+    for told in (str(raised.value), caplog.text):
+        assert SECRET not in told
+        assert "T0123456" not in told
 
 
 def test_no_log_tells_the_url(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:

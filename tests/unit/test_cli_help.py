@@ -23,15 +23,16 @@ FLAGS = sorted(
         (name, flag)
         for name, command in app.commands.items()
         for option in command.params
-        for flag in option.opts
+        for flag in (*option.opts, *option.secondary_opts)
         if flag.startswith("--")
     }
 )
 BY_FLAG = {"--" + variable.field.replace("_", "-"): variable for variable in ENVIRONMENT}
+YES_OR_NO = [variable.field for variable in ENVIRONMENT if variable.is_yes_or_no]
 
 
 def option_of(command: str, flag: str) -> click.Option:
-    (option,) = (option for option in app.commands[command].params if flag in option.opts)
+    (option,) = (one for one in app.commands[command].params if flag in (*one.opts, *one.secondary_opts))
     assert isinstance(option, click.Option)
     return option
 
@@ -92,6 +93,29 @@ def test_a_run_copies_first_unless_told_otherwise(monkeypatch: pytest.MonkeyPatc
     assert snapshot_of("run") == "never"
     assert snapshot_of("run", "--snapshot", "initial") == "initial"
     assert "[DBSYNC_SNAPSHOT; default: initial]" in str(option_of("run", "--snapshot").help)
+
+
+@pytest.mark.parametrize("command", ["run", "refresh"])
+@pytest.mark.parametrize("name", YES_OR_NO)
+def test_a_yes_or_no_is_a_flag_and_its_variable_takes_true_and_false(
+    monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    flag, variable = name.replace("_", "-"), f"DBSYNC_{name.upper()}"
+    monkeypatch.delenv(variable, raising=False)
+    assert given(command, name) is False
+    assert given(command, name, f"--{flag}") is True
+    monkeypatch.setenv(variable, "true")
+    assert given(command, name) is True
+    assert given(command, name, f"--no-{flag}") is False
+    monkeypatch.setenv(variable, "sometimes")
+    with pytest.raises(ConfigError, match=f"{variable}='sometimes' cannot be used: it takes true or false"):
+        given(command, name)
+
+
+def given(command: str, name: str, *arguments: str) -> object:
+    invocation = Invocation()
+    app.commands[command].make_context(command, [*arguments], obj=invocation)
+    return getattr(invocation.settings(), name)
 
 
 def snapshot_of(command: str, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""What the command's log leaves out: dbsync tells it in a sentence of its own."""
+"""What the command's log leaves out: what dbsync tells in a sentence of its own, and what nobody should read."""
 
 from __future__ import annotations
 
@@ -28,8 +28,28 @@ except Py4JError:
     logging.getLogger("dbsync.test").info("it raised")
 """
 
+QUOTED = """
+import logging
+from dbsync import Settings
+from dbsync.cli_show import configure_logging
+
+settings = Settings(to="postgresql://HOST/shop?user=u&password=shop")
+configure_logging("info", settings.mask)
+log = logging.getLogger("dbsync.test")
+log.warning("no route to %s with password=shop. Trying again in 0.5 s.", settings.to)
+log.info("following 1 table at localhost:5432/shop")
+"""
+
 
 def test_a_java_that_is_gone_is_not_told_by_its_gateway() -> None:
     done = subprocess.run([sys.executable, "-c", RESET], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.endswith(" INFO it raised\n")
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_secret_that_a_driver_quotes_is_left_out() -> None:
+    done = subprocess.run([sys.executable, "-c", QUOTED], capture_output=True, text=True, check=True, timeout=60)
+    quoted, ours = done.stderr.splitlines()
+    assert quoted.endswith(" WARNING no route to postgresql://HOST/*** with password=***. Trying again in 0.5 s.")
+    # A line of dbsync's own words holds no secret, and stays readable when a password is an everyday word.
+    assert ours.endswith(" INFO following 1 table at localhost:5432/shop")

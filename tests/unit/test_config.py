@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from dbsync.config import ENVIRONMENT, Settings
+from dbsync.config import ENVIRONMENT, Settings, Variable, mistyped, parse_bytes
 from dbsync.errors import ConfigError
 
 FAMILIES = {
@@ -135,6 +135,7 @@ UNUSABLE = [
     ("DBSYNC_BATCH_SECONDS", "nan"),
     ("DBSYNC_BATCH_SECONDS", "inf"),
     ("DBSYNC_CHUNK_ROWS", "many"),
+    ("DBSYNC_CHUNK_ROWS", "2147483648"),
     ("DBSYNC_CHUNK_PARALLELISM", "0"),
     ("DBSYNC_CHUNK_REST", "-1"),
     ("DBSYNC_CHUNK_REST", "inf"),
@@ -242,6 +243,11 @@ def test_an_unusable_connection_string_is_refused_without_showing_it(environ: di
         "tls://geheim%2D1@HOST/SHOP",
         "webhook+https://user:geheim%2D1@HOST/in?key=geheim%2D1",
         "webhook+https://HOST/in?key=geheim%2D1",
+        "webhook+https://HOST/services/T0/B0/geheim%2D1",
+        "postgresql://HOST/shop?user=u&password=geheim%2D1",
+        "postgresql://u@HOST/shop?sslpassword=geheim%2D1",
+        "mysql://HOST/shop?user=u&password=geheim%2D1",
+        "duckdb:///HOST.duckdb?motherduck_token=geheim%2D1",
     ],
 )
 def test_what_is_secret_of_a_target_is_never_shown(url: str) -> None:
@@ -251,9 +257,79 @@ def test_what_is_secret_of_a_target_is_never_shown(url: str) -> None:
     assert "geheim" not in settings.mask(f"{url} {unquote(url)}")
 
 
+@pytest.mark.parametrize("url", ["mysql://u:ge/heim-1@HOST/shop", "mysql://u:heim-1@x@HOST/shop"])
+def test_of_a_target_that_can_be_read_in_two_ways_the_scheme_is_shown(url: str) -> None:
+    settings = Settings(to=url)
+    assert "to='mysql:***'" in repr(settings)
+    assert "heim-1" not in settings.mask(f"could not open {url}")
+
+
 def test_what_is_not_secret_of_a_target_is_shown() -> None:
-    for url in ("postgresql://user@HOST/shop", "nats://HOST:4222/SHOP", "webhook+https://HOST/in", "duckdb:///a?b=c"):
+    for url in ("postgresql://HOST/shop", "nats://HOST:4222/SHOP", "webhook+https://HOST/in", "duckdb:///a"):
         assert repr(url) in repr(Settings(to=url))
+
+
+def test_no_part_of_a_secret_is_left_where_another_is_hidden() -> None:
+    settings = Settings(password="ge", to="postgresql://u@HOST/shop?sslpassword=geheim")
+    assert settings.mask("it is geheim") == "it is ***"
+
+
+def test_a_target_that_is_no_url_is_not_shown_where_it_may_hold_a_password() -> None:
+    for text in ("User:geheim@HOST/shop", "MYSQL://user:geheim@HOST/shop"):
+        with pytest.raises(
+            ConfigError, match=r"DBSYNC_TO=\*\*\* cannot be used: it takes the URL of a target"
+        ) as caught:
+            Settings.from_env({"DBSYNC_TO": text})
+        assert "geheim" not in _everything_shown(caught.value)
+
+
+NUMBERS = [variable for variable in ENVIRONMENT if variable.parse in (int, float, parse_bytes)]
+
+
+@pytest.mark.parametrize("variable", NUMBERS, ids=lambda variable: variable.field)
+@pytest.mark.parametrize("text", ["many", "-1", "1e999", "nan", "9" * 5000, "0x10", "1x", "1 2"])
+def test_a_number_that_is_none_is_said_in_one_sentence(variable: Variable, text: str) -> None:
+    (name, *_) = variable.names
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env({name: text})
+    assert caught.value.message.startswith(f"{name}={text!r}"[:100])
+    assert caught.value.message.endswith(f" cannot be used: it takes {variable.takes}.")
+    assert len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("DBSYNC_BATCH_EVENT", "DBSYNC_BATCH_EVENTS"),
+        ("DBSYNC_BATCHBYTES", "DBSYNC_BATCH_BYTES"),
+        ("DBSYNC_CHUNKREST", "DBSYNC_CHUNK_REST"),
+        ("DBSYNC_SLOT", "DBSYNC_REPLSLOT"),
+        ("DBSYNC_PUBLICATION", "DBSYNC_PUBNAME"),
+        ("DBSYNC_WM_TABLE", "DBSYNC_WM_TABLENAME"),
+        ("DEFAULT_DBSYNC_REPLSLOTS", "DEFAULT_DBSYNC_REPLSLOT"),
+        ("DBSYNC_SOFTDELETE", "DBSYNC_SOFT_DELETE"),
+        ("dbsync_to", "DBSYNC_TO"),
+    ],
+)
+def test_a_mistyped_variable_is_noticed(name: str, meant: str) -> None:
+    assert mistyped({name: "geheim"}) == {name: meant}
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    others = {
+        "DBSYNC_TO": "echo:",
+        "DEFAULT_DBSYNC_PUBNAME": "p",
+        "DBSYNC_SERVICE_HOST": "10.0.0.1",  # what Kubernetes tells of a service that is called dbsync
+        "DBSYNC_SERVICE_PORT": "80",
+        "DBSYNC_PORT": "tcp://10.0.0.1:80",
+        "DBSYNC_PORT_80_TCP_ADDR": "10.0.0.1",
+        "DBSYNC_IMAGE": "dbsync:1",
+        "DBSYNC_TEST_DSN": "x",
+        "POSTGRES_INITDB_ARGS": "x",
+        "PATH": "/bin",
+        "DBSYNC_BATCH_EVENT": "",
+    }
+    assert mistyped(others) == {}
 
 
 def test_the_connection_string_wins_over_the_parts() -> None:

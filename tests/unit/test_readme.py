@@ -65,7 +65,7 @@ def test_every_command_and_flag_it_names_exists() -> None:
         name for language, text in BLOCKS if language == "sh" for name in re.findall(r"\bdbsync ([a-z]+)", text)
     }
     assert commands == set(app.commands)
-    flags = {flag for option in options() for flag in option.opts} | {"--help"}
+    flags = {flag for option in options() for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= flags
 
 

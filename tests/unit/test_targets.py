@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +57,7 @@ def test_every_kind_has_its_class(kind: Kind) -> None:
 
 def test_a_kind_nobody_knows_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(
-        ConfigError, match=r"The target redis:… is of a kind that dbsync does not know\..*echo:.*--batcher"
+        ConfigError, match=r"The target redis:… is of a kind that dbsync does not know\..*MariaDB.*echo:.*--batcher"
     ):
         open_target(Settings(to="redis://user:geheim@localhost"))
 
@@ -70,6 +73,129 @@ def test_a_package_that_is_missing_is_said_with_what_to_install(monkeypatch: pyt
         ConfigError, match=r"the package duckdb, which is not installed\. pip install 'dbsync\[duckdb\]'"
     ):
         open_target(Settings(to="duckdb:///shop.duckdb"))
+
+
+P = "geheim-9"
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence", "write"),
+    [
+        # A character of the password's, read as one of the URL's.
+        (f"mysql://u:ge/{P}@HOST/shop", "can be read in more than one way", "%2F for /"),
+        (f"mysql://u:{P}@x@HOST/shop", "can be read in more than one way", "%40 for @"),
+        (f"postgresql://u:12/{P}@HOST/shop", "can be read in more than one way", "%2F for /"),
+        (f"webhook+https://u:12/{P}@HOST/in", "can be read in more than one way", "%2F for /"),
+        (f"nats://u:12?{P}@HOST/S", "can be read in more than one way", "%3F for ?"),
+        # Hosts, ports, databases.
+        (f"mysql://u:{P}@HOST:port/shop", "a port that is none", "number from 1 to 65535"),
+        (f"mysql://u:{P}@HOST:99999/shop", "a port that is none", "number from 1 to 65535"),
+        (f"mariadb://u:{P}@HOST:0/shop", "a port that is none", "number from 1 to 65535"),
+        (f"postgresql://u:{P}@HOST:port/shop", "a port that is none", "number from 1 to 65535"),
+        (f"postgresql://u:{P}@ONE:5432,TWO:70000/shop", "a port that is none", "number from 1 to 65535"),
+        (f"nats://u:{P}@HOST:99999/S", "a port that is none", "number from 1 to 65535"),
+        (f"mysql://u:{P}@HO ST/shop", "a host that is none", "mysql://HOST/DATABASE"),
+        (f"mysql://u:{P}@HOST", "names no database", "mysql://HOST/DATABASE"),
+        (f"mysql://u:{P}@HOST/", "names no database", "mysql://HOST/DATABASE"),
+        ("mysql:foo", "is not written as one", "mysql://HOST/DATABASE"),
+        ("postgresql:foo", "is not written as one", "postgresql://HOST/DATABASE"),
+        ("nats:foo", "is not written as one", "nats://HOST/STREAM"),
+        # Drivers.
+        (f"mysql+mysqldb://u:{P}@HOST/shop", "does not go through mysqldb", "mysql:…, without +mysqldb"),
+        (f"mysql+foo://u:{P}@HOST/shop", "does not go through foo", "mysql:…, without +foo"),
+        (f"postgresql+asyncpg://u:{P}@HOST/shop", "does not go through asyncpg", "postgresql:…, without +asyncpg"),
+        ("sqlite+aiosqlite:///x.db", "does not go through aiosqlite", "sqlite:…, without +aiosqlite"),
+        (f"sqlite+pysqlcipher://:{P}@/x.db", "does not go through pysqlcipher", "sqlite:…, without +pysqlcipher"),
+        ("duckdb+engine:///x", "does not go through engine", "duckdb:…, without +engine"),
+        ("jsonl+gz:x", "does not go through gz", "jsonl:…, without +gz"),
+        # Options.
+        ("sqlite:///x?timeout=abc", "does not take the option timeout", "It takes none"),
+        ("sqlite:///x?foo=1", "does not take the option foo", "It takes none"),
+        (f"duckdb:///x?motherduck_token={P}", "does not take the option motherduck_token", "It takes none"),
+        ("nats://HOST/S?x=1", "does not take the option x", "It takes none"),
+        (f"mysql://HOST/shop?nonsense={P}", "does not take the option nonsense", "It takes charset, "),
+        (f"mysql://HOST/shop?{P}", "has an option without a value", "name=value"),
+        (f"mysql://HOST/shop?geh%65im={P}", "does not take the option", "It takes charset, "),
+        (f"mysql://HOST/shop?password={P}&password=x", "gives the option password twice", "once"),
+        ("mysql://HOST/shop?charset=latin1", "option charset cannot be used: it takes utf8mb4", "leave it out"),
+        (f"mysql://HOST/shop?read_timeout={P}", "option read_timeout cannot be used: it takes a whole number", "leave"),
+        (f"mysql://HOST/shop?ssl_ca={P}.pem", "option ssl_ca cannot be used: it takes the path of a file", "leave it"),
+        ("mysql://HOST/shop?ssl_disabled=false", "option ssl_disabled cannot be used: it takes true", "leave it out"),
+        ("mysql://HOST/shop?ssl_verify_identity=true", "does not take the option ssl_verify_identity", "ssl_ca, "),
+        # Files and folders.
+        ("sqlite:x.db", "names no file", "sqlite:///FILE"),
+        ("sqlite://x.db", "names no file", "sqlite:///FILE"),
+        ("sqlite://", "names no file", "sqlite:///FILE"),
+        ("duckdb:///", "names no file", "duckdb:///FILE"),
+        ("duckdb:x", "names no file", "duckdb:///FILE"),
+        ("sqlite:///:memory:", "in memory, and would be gone", "sqlite:///FILE"),
+        ("duckdb:///:memory:", "in memory, and would be gone", "duckdb:///FILE"),
+        ("sqlite:///file:x.db", "file:… is no path", "sqlite:///FILE"),
+        ("sqlite:///.", "is a folder, not a file", "sqlite:///FILE"),
+        ("sqlite:///~/x.db", "begins with ~, which only a shell understands", "Write the path in full"),
+        ("duckdb:///~/x", "begins with ~, which only a shell understands", "Write the path in full"),
+        ("jsonl:~/log", "begins with ~, which only a shell understands", "Write the path in full"),
+        ("delta:~", "begins with ~, which only a shell understands", "Write the path in full"),
+        ("jsonl:file:///x", "file:… is no path", "jsonl:DIR"),
+        ("jsonl:file:x", "file:… is no path", "jsonl:DIR"),
+        ("delta:s3://bucket/x", "s3:… is no path", "delta:DIR, with a folder of this machine"),
+        (f"delta:s3://key:{P}@bucket/x", "s3:… is no path", "delta:DIR, with a folder of this machine"),
+        (f"delta:abfss://{P}@y/z", "abfss:… is no path", "delta:DIR, with a folder of this machine"),
+        ("parquet:s3://bucket/x", "s3:… is no path", "parquet:DIR, with a folder of this machine"),
+        (f"parquet:s3a:{P}", "s3a:… is no path", "parquet:DIR, with a folder of this machine"),
+        ("jsonl:", "names no folder", "jsonl:DIR"),
+        (f"jsonl://u:{P}@HOST/log", "names no folder", "jsonl:DIR"),
+        ("echo:log", "takes nothing behind it", "echo:"),
+        ("echo://log", "takes nothing behind it", "echo:"),
+        # What dbsync has no target for.
+        (f"oracle://u:{P}@HOST/shop", "is of a kind that dbsync does not know", "PostgreSQL, SQLite, MySQL, MariaDB"),
+        (f"mssql+pyodbc://u:{P}@HOST/shop", "is of a kind that dbsync does not know", "--batcher"),
+        (f"https://u:{P}@HOST/in", "is of a kind that dbsync does not know", "webhook+https://HOST/PATH"),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused_with_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, sentence: str, write: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(to=url)
+    with pytest.raises(ConfigError) as caught:
+        open_target(settings)
+    assert sentence in caught.value.message
+    assert re.fullmatch(r"[^\n]+\.", caught.value.message)
+    assert write in (caught.value.hint or "")
+    assert P not in f"{caught.value} {settings!r} {caught.value.__cause__}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "echo:",
+        "echo://",
+        "sqlite:///x.db",
+        "sqlite+pysqlite:////data/a@b:c.db",
+        "postgres://HOST/shop",
+        "postgresql+psycopg://u:p%40%2F@ONE:5432,TWO/shop?sslmode=require",
+        "postgresql+psycopg2://HOST/shop",
+        "postgresql:///shop?host=/run/pg",
+        "postgresql://[::1]:5432/shop",
+        "mysql+pymysql://u:p%40@HOST:3306/shop?charset=utf8mb4&read_timeout=60&ssl_check_hostname=false",
+        "mysql:///shop?unix_socket=/run/mysql&user=u&password=p",
+        "mariadb://HOST/shop",
+        "nats://u:p@HOST:4222/S",
+        "webhook+https://u:p%40@HOST:8443/in?key=1",
+        "duckdb:///a b.duckdb",
+        "jsonl:log?rotate_bytes=1MB",
+        "jsonl:/tmp/a:b",
+        "parquet:./s3:x",
+        "delta:lake",
+    ],
+)
+def test_a_url_that_can_be_meant_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_target(Settings(to=url)).close()
 
 
 @pytest.mark.parametrize("name", ["soft_delete", "drop_columns"])
