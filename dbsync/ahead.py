@@ -109,4 +109,8 @@ def _ids(relation: Relation, texts: Sequence[Texts]) -> Iterable[str | None]:
     if not relation.key:
         return itertools.repeat(None)
     key = [texts[position] for position in relation.key]
-    return key[0] if len(key) == 1 else map(identifier, zip(*key, strict=True))
+    if len(key) == 1:
+        return key[0]
+    if relation.may_lack_key and any(None in part for part in key):
+        return (None if None in parts else identifier(parts) for parts in zip(*key, strict=True))
+    return map(identifier, zip(*key, strict=True))

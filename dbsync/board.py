@@ -3,12 +3,16 @@
 A lock around `window.Windows`, and the two things that need one: waiting for what the other thread does, and taking a
 snapshot so that it cannot overtake another one. Commits are forgotten by a snapshot of now; rows are read under a
 snapshot of their own. Both are taken here, under the lock, so of any two it is known which is the older.
+
+What a window has read lies on disk, and is removed from there as soon as neither the window nor a batch needs it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
 from dbsync.lsn import LSN
 from dbsync.spool import Position, WindowRows
@@ -26,9 +30,10 @@ class WindowBoard:
 
     # For the thread that re-reads.
 
-    def expect(self, id: str, relation: int) -> None:
+    def expect(self, id: str, relation: int) -> int:
+        """Before the low mark is written; which reading of its refresh the window is part of."""
         with self._changed:
-            self._windows.expect(id, relation)
+            return self._windows.expect(id, relation).reading
 
     def snapshot(self, id: str, take: TakeSnapshot) -> None:
         """Take the snapshot the window is read under."""
@@ -36,18 +41,16 @@ class WindowBoard:
             self._windows.see(id, take())
 
     def read(self, id: str, rows: WindowRows) -> None:
-        with self._changed:
-            self._windows.read(id, rows)
-            self._changed.notify_all()
+        with self._telling() as windows:
+            windows.read(id, rows)
 
     def void(self, id: str, reason: str) -> None:
-        with self._changed:
-            self._windows.void(id, reason)
-            self._changed.notify_all()
+        with self._telling() as windows:
+            windows.void(id, reason)
 
     def forget(self, id: str) -> None:
-        with self._changed:
-            self._windows.forget(id)
+        with self._telling() as windows:
+            windows.forget(id)
 
     def window(self, id: str) -> Window:
         with self._changed:
@@ -61,21 +64,25 @@ class WindowBoard:
     # For the thread that reads the log.
 
     def mark(self, id: str, mark: str, position: Position) -> Window | None:
-        with self._changed:
-            window = self._windows.mark(id, mark, position)
-            self._changed.notify_all()
-            return window
+        """The window as the mark leaves it: the other thread may void it, or forget it, at any moment."""
+        with self._telling() as windows:
+            window = windows.mark(id, mark, position)
+            return window and replace(window)
 
-    def wait_until_read(self, window: Window) -> bool:
-        """For a window whose rows are needed at its low mark: until they are there. False when they do not count."""
-        with self._changed:
+    def wait_until_read(self, id: str) -> WindowRows | None:
+        """For a window whose rows go into the batch at its low mark: wait for them. None when they do not count."""
+        with self._telling() as windows:
+            window = windows.all.get(id)
+            if window is None:
+                return None
             self._changed.wait_for(lambda: window.is_read or window.state is State.VOID or self._closed)
-            return window.state is not State.VOID and window.is_read and self._windows.check(window)
+            counts = window.state is not State.VOID and window.is_read and windows.check(window)
+            rows: WindowRows | None = windows.place(window) if counts else None
+            return rows
 
     def interrupt(self, reason: str) -> None:
-        with self._changed:
-            self._windows.interrupt(reason)
-            self._changed.notify_all()
+        with self._telling() as windows:
+            windows.interrupt(reason)
 
     def commit(self, commit: Commit) -> None:
         with self._changed:
@@ -83,13 +90,12 @@ class WindowBoard:
             self._windows.commit(commit)
 
     def applied(self, superseded: Mapping[str, int]) -> None:
-        with self._changed:
-            self._windows.applied(superseded)
-            self._changed.notify_all()
+        with self._telling() as windows:
+            windows.applied(superseded)
 
     def replay(self) -> None:
-        with self._changed:
-            self._windows.replay()
+        with self._telling() as windows:
+            windows.replay()
 
     def prune(self, take: TakeSnapshot) -> LSN | None:
         """Forget commits that everybody sees; up to where the slot may be acknowledged, if something holds it."""
@@ -117,3 +123,12 @@ class WindowBoard:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    @contextmanager
+    def _telling(self) -> Iterator[Windows]:
+        """Something happens to windows: who waits hears of it, and rows that are of no more use are removed."""
+        with self._changed:
+            yield self._windows
+            self._changed.notify_all()
+            while self._windows.dropped:
+                self._windows.dropped.pop().discard()

@@ -39,11 +39,39 @@ _LIMITS = """
            pg_catalog.current_setting('max_wal_senders')::int,
            (SELECT count(*) FROM pg_catalog.pg_stat_replication)"""
 
+# A primary key that is DEFERRABLE lets two rows have the same key for a while: to PostgreSQL it is no replica identity.
 # An index can stand for the key when PostgreSQL would take it as a replica identity: unique, at once, on all rows, on
 # plain columns that are never NULL.
+# What comes under the name of a partitioned table has the old values of the partition's identity.
 _TABLES = """
     SELECT pub.schemaname, pub.tablename, rel.relreplident,
-           EXISTS (SELECT FROM pg_catalog.pg_index WHERE indrelid = rel.oid AND indisprimary),
+           EXISTS (SELECT FROM pg_catalog.pg_index
+                   WHERE indrelid = rel.oid AND indisprimary AND indimmediate AND indisvalid),
+           (SELECT conname FROM pg_catalog.pg_constraint
+            WHERE conrelid = rel.oid AND contype = 'p' AND condeferrable),
+           EXISTS (SELECT FROM pg_catalog.pg_index AS key
+                   JOIN pg_catalog.pg_attribute AS att
+                     ON att.attrelid = key.indrelid AND att.attnum = ANY ((key.indkey::int2[])[0:key.indnkeyatts - 1])
+                   WHERE key.indrelid = rel.oid
+                     AND CASE rel.relreplident WHEN 'i' THEN indisreplident ELSE indisprimary END
+                     AND ({unpublished})),
+           (SELECT leaf.oid::regclass::text
+            FROM pg_catalog.pg_partition_tree(rel.oid) AS tree
+            JOIN pg_catalog.pg_class AS leaf ON leaf.oid = tree.relid
+            WHERE tree.isleaf AND leaf.relreplident <> 'f' AND EXISTS (
+                SELECT FROM pg_catalog.pg_index AS key
+                JOIN pg_catalog.pg_attribute AS att
+                  ON att.attrelid = key.indrelid AND att.attnum = ANY ((key.indkey::int2[])[0:key.indnkeyatts - 1])
+                WHERE key.indrelid = rel.oid
+                  AND CASE rel.relreplident WHEN 'i' THEN key.indisreplident ELSE key.indisprimary END
+                  AND NOT EXISTS (
+                      SELECT FROM pg_catalog.pg_index AS own
+                      JOIN pg_catalog.pg_attribute AS part
+                        ON part.attrelid = own.indrelid
+                       AND part.attnum = ANY ((own.indkey::int2[])[0:own.indnkeyatts - 1])
+                      WHERE own.indrelid = leaf.oid AND part.attname = att.attname
+                        AND CASE leaf.relreplident WHEN 'i' THEN own.indisreplident ELSE own.indisprimary END))
+            ORDER BY 1 LIMIT 1),
            EXISTS (SELECT FROM pg_catalog.pg_index WHERE indrelid = rel.oid AND indisreplident),
            (SELECT index.relname
             FROM pg_catalog.pg_index AS key
@@ -79,6 +107,9 @@ class _Table:
     name: str
     identity: str
     has_primary_key: bool
+    deferrable_key: str | None
+    key_is_cut: bool
+    odd_partition: str | None
     has_identity_index: bool
     key_index: str | None
     readable: bool
@@ -95,7 +126,8 @@ class _Table:
 
     @property
     def keyed(self) -> bool:
-        return self.has_primary_key or (self.identity == "i" and self.has_identity_index)
+        has_index = self.has_identity_index if self.identity == "i" else self.has_primary_key
+        return has_index and not self.key_is_cut
 
 
 def run_checks(settings: Settings) -> list[Check]:
@@ -130,6 +162,13 @@ def _server(conn: Connection, settings: Settings) -> Iterator[Check]:
         yield _ok("wal_level", "logical")
     else:
         yield _fail("wal_level", f"{wal_level}, and dbsync needs logical", control.WAL_LEVEL_FIX)
+
+
+def _encoding(conn: Connection, settings: Settings) -> Iterator[Check]:
+    """Text of this one encoding may be anything, and PostgreSQL ends the stream at what it cannot give in UTF-8."""
+    if _one(conn, "SELECT pg_catalog.current_setting('server_encoding')") == "SQL_ASCII":
+        detail = "SQL_ASCII: the first change that is not UTF-8 stops dbsync"
+        yield _warn("encoding", detail, "CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0;")
 
 
 def _limits(conn: Connection, settings: Settings) -> Iterator[Check]:
@@ -217,7 +256,7 @@ def _tables(conn: Connection, settings: Settings) -> Iterator[Check]:
         "wm_table": settings.wm_table,
         "refresh_table": control.REFRESH_TABLE,
     }
-    tables = [_Table(*row) for row in conn.execute(_TABLES, names)]
+    tables = [_Table(*row) for row in conn.execute(_TABLES.format(unpublished=_unpublished(conn)), names)]
     if not tables:
         if control.publication(conn, settings) is not None:
             add = statement(conn, settings, "ALTER PUBLICATION {publication} ADD TABLE …;")
@@ -227,6 +266,16 @@ def _tables(conn: Connection, settings: Settings) -> Iterator[Check]:
     yield from _each(conn, settings, tables, "SELECT privilege", lambda table: table.readable, _unreadable)
     yield from _each(conn, settings, tables, "replica identity", lambda table: table.identified, _unidentified)
     yield from _each(conn, settings, tables, "key", lambda table: table.keyed, _unkeyed)
+    odd = [table for table in tables if table.odd_partition]
+    yield from _each(conn, settings, odd, "partitions", lambda _: False, _oddly_identified)
+
+
+def _unpublished(conn: Connection) -> str:
+    """Whether a column is not published; column lists exist from PostgreSQL 15 on, published generated ones from 18."""
+    version = conn.info.server_version
+    if version >= 180000:
+        return "att.attname <> ALL (pub.attnames)"
+    return "att.attgenerated <> ''" + (" OR att.attname <> ALL (pub.attnames)" if version >= 150000 else "")
 
 
 def _each(
@@ -249,6 +298,8 @@ def _each(
                 "table": quoted,
                 "table_schema": sql.Identifier(table.schema),
                 "index": sql.Identifier(table.key_index or ""),
+                "constraint": sql.Identifier(table.deferrable_key or ""),
+                "partition": sql.SQL(table.odd_partition or ""),  # as PostgreSQL has quoted it
             }
             yield Check(
                 name,
@@ -274,10 +325,24 @@ def _unidentified(table: _Table) -> tuple[Level, str, str]:
 
 
 def _unkeyed(table: _Table) -> tuple[Level, str, str]:
-    detail = "has no key to tell its records apart: DBSYNC_KEYLESS decides about its changes, no refresh can read it"
+    but = "DBSYNC_KEYLESS decides about its changes, no refresh can read it"
+    if table.key_is_cut:
+        fix = (
+            "ALTER PUBLICATION {publication} DROP TABLE {table}; ALTER PUBLICATION {publication} ADD TABLE {table} (…);"
+        )
+        return "warn", f"has a key whose columns are not all published: {but}", fix
+    if table.deferrable_key:
+        fix = "ALTER TABLE {table} DROP CONSTRAINT {constraint}, ADD PRIMARY KEY (…);"
+        return "warn", f"has a key that is DEFERRABLE, so that two rows may have the same for a while: {but}", fix
+    detail = f"has no key to tell its records apart: {but}"
     if table.key_index:
         return "warn", detail, "ALTER TABLE {table} REPLICA IDENTITY USING INDEX {index};"
     return "warn", detail, "ALTER TABLE {table} ADD PRIMARY KEY (…);"
+
+
+def _oddly_identified(table: _Table) -> tuple[Level, str, str]:
+    detail = f"has a key that the replica identity of {table.odd_partition} lacks: what is deleted there cannot be told"
+    return "warn", detail, "ALTER TABLE {partition} REPLICA IDENTITY FULL;"
 
 
 def _slot(conn: Connection, settings: Settings) -> Iterator[Check]:
@@ -309,6 +374,7 @@ def _held_wal(conn: Connection, state: control.SlotState) -> Check:
 
 _LOOKS: tuple[Callable[[Connection, Settings], Iterator[Check]], ...] = (
     _server,
+    _encoding,
     _limits,
     _privileges,
     _publication,

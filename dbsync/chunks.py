@@ -7,15 +7,16 @@ that the publication does not publish are not read.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from psycopg import pq, sql
-from psycopg.abc import Buffer
+from psycopg import errors, pq, sql
 from psycopg.errors import error_from_result
 
 from dbsync.connection import Connection
+from dbsync.errors import StreamError
 from dbsync.relation import Relation
 from dbsync.statement import Param, Statement, cell, execute, explained, reading, unbroken
 
@@ -23,6 +24,11 @@ Key: TypeAlias = tuple[str, ...]
 """The texts of a key's columns, in the order of the key's index."""
 
 _CUTS_A_RANGE = 16
+
+
+class TableLockedError(StreamError):
+    """Somebody holds a lock that the SELECT would have to wait for; it may be let go."""
+
 
 # How many lines of a range are in memory at once.
 ROWS_A_GROUP = 20_000
@@ -101,7 +107,7 @@ def next_ranges(conn: Connection, selection: Selection, after: Key | None, rows:
     grain = max(1, rows // (parallelism * _CUTS_A_RANGE))
     bound = _Bound(list(selection.params))
     query = _cuts_query(selection, after, bound, rows, grain)
-    with unbroken(conn), explained(), reading(conn):
+    with unbroken(conn), _unlocked(selection), explained(), reading(conn):
         result = execute(conn, query, bound.params).pgresult
         assert result is not None
         found = [[cell(result, row, column) for column in range(result.nfields)] for row in range(result.ntuples)]
@@ -127,19 +133,19 @@ def _even(cuts: list[tuple[int, Key]], total: int, parallelism: int) -> list[Key
     return [key for _, key in sorted(set(found))]
 
 
-def copy_out(conn: Connection, selection: Selection, range: Range) -> Generator[list[Buffer]]:
+def copy_out(conn: Connection, selection: Selection, range: Range) -> Generator[list[bytes]]:
     """The rows of a range as lines of COPY's text format, with the columns of `selection.columns`, in groups.
 
     Runs in the transaction `conn` has open (with the window's snapshot), if any.
     """
     values = _Settings()
     query = f"COPY ({_rows_query(selection, range, values)}) TO STDOUT"
-    with unbroken(conn), explained(), reading(conn):
+    with unbroken(conn), _unlocked(selection), explained(), reading(conn):
         values.apply(conn)
         yield from _copied(conn, query.encode())
 
 
-def _copied(conn: Connection, query: bytes) -> Generator[list[Buffer]]:
+def _copied(conn: Connection, query: bytes) -> Generator[list[bytes]]:
     """What COPY sends. libpq is asked itself: psycopg's own way costs more a line than all that is done with it."""
     result = conn.pgconn.exec_(query)
     more = result.status == pq.ExecStatus.COPY_OUT
@@ -159,17 +165,26 @@ def _copied(conn: Connection, query: bytes) -> Generator[list[Buffer]]:
         raise error_from_result(result)
 
 
-def _group(pgconn: pq.abc.PGconn) -> tuple[list[Buffer], bool]:
+def _group(pgconn: pq.abc.PGconn) -> tuple[list[bytes], bool]:
     """The next lines, and whether there may be more."""
-    lines: list[Buffer] = []
+    lines: list[bytes] = []
     room = BYTES_A_GROUP
     while room > 0 and len(lines) < ROWS_A_GROUP:
         size, line = pgconn.get_copy_data(0)
         if size <= 0:
             return lines, False
-        lines.append(line)
+        # As bytes: a hundred thousand memoryviews would have Python's collector look through them again and again.
+        lines.append(bytes(line))
         room -= size
     return lines, True
+
+
+@contextmanager
+def _unlocked(selection: Selection) -> Iterator[None]:
+    try:
+        yield
+    except errors.LockNotAvailable as error:
+        raise TableLockedError(f"Somebody holds a lock on {selection.relation.doctype}.", "Wait.") from error
 
 
 def dry_run(conn: Connection, selection: Selection) -> None:

@@ -10,9 +10,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import click
 import psycopg
@@ -28,6 +28,7 @@ from dbsync.cli_flags import (
     SOURCE,
     TARGET,
     Invocation,
+    flag_of,
     json_flag,
     make_syncer,
     takes,
@@ -40,12 +41,17 @@ from dbsync.config import Settings
 from dbsync.connection import Connection, connect
 from dbsync.errors import ConfigError, RefreshError, SetupError, StreamError
 from dbsync.requests import CANCELLED, FAILED, QUEUED, Refresh, Requests
+from dbsync.targeturl import is_same, recalled
 
 GRANT_ASKING = (
     "GRANT USAGE ON SCHEMA {schema} TO {role}; GRANT SELECT, INSERT, UPDATE ON {schema}.{refresh_table} TO {role};"
 )
 
+if TYPE_CHECKING:
+    from dbsync.cli_progress import View
+
 _POLL_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 5.0  # between tries to connect again
 _UNREAD_SECONDS = 10.0  # how long nobody may read the slot before that is worth a word
 
 _EPILOG = f"""\b
@@ -111,7 +117,7 @@ def refresh(
             _say_what_does_not_count(invocation, handler, batcher)
             over = asked.watch()
         else:
-            configure_logging("debug" if invocation.verbose else "warning")
+            configure_logging("debug" if invocation.verbose else "warning", settings.mask)
             _keep_to_target(settings, target_name(settings, batcher))
             over = asked.do(handler, batcher)
     ctx.exit(_report(over, as_json))
@@ -132,11 +138,11 @@ class Asked:
 
     def watch(self) -> Refresh:
         """Let the running dbsync do it; how it ended."""
-        with _Undone("goes on") as undone, connect(self.settings) as conn:
-            undone.id = self.submit(conn)
+        with _Undone("goes on") as undone:
+            with connect(self.settings) as conn:
+                undone.id = self.submit(conn)
             say(f"Refresh {undone.id} is asked for; the dbsync that runs does it.")
-            unread = _Unread(conn, self.settings)
-            return _follow(conn, self.settings, undone.id, unread.look, bar=True)
+            return _follow(self.settings, undone.id, _Unread(self.settings).look, bar=True)
 
     def do(self, handler: str | None, batcher: str | None) -> Refresh:
         """Do it here; how it ended."""
@@ -144,26 +150,47 @@ class Asked:
         syncer = make_syncer(self.invocation, replace(self.settings, snapshot="never"), handler, batcher)
         # A bar and documents on the same screen would spoil each other.
         bar = not isinstance(syncer.batcher, EchoBatcher) or not sys.stdout.isatty()
-        with _Undone("is left to the next dbsync that runs") as undone, connect(self.settings) as conn, syncer:
-            undone.id = self.submit(conn)
+        with _Undone("is left to the next dbsync that runs") as undone, syncer:
+            with connect(self.settings) as conn:
+                undone.id = self.submit(conn)
             say(f"No dbsync runs for the slot {self.settings.slot}: refresh {undone.id} is done here.")
-            return _follow(conn, self.settings, undone.id, lambda: syncer.running, bar=bar)
+            return _follow(self.settings, undone.id, lambda _: syncer.running, bar=bar)
 
 
-def _follow(conn: Connection, settings: Settings, id: int, going: Callable[[], bool], *, bar: bool) -> Refresh:
-    """Show how far it is until it is over, or nobody does it any more."""
+Going: TypeAlias = "Callable[[Connection | None], bool]"
+"""Whether somebody still does it; without a connection, as far as that can be told."""
+
+
+def _follow(settings: Settings, id: int, going: Going, *, bar: bool) -> Refresh:
+    """Show how far it is until it is over, or nobody does it any more. A PostgreSQL that is away is waited for."""
     from dbsync.cli_progress import view
 
-    requests = Requests(conn, settings)
+    pause = _POLL_SECONDS
     with view(words_console(), bar=bar) as shown:
         while True:
-            found = requests.get(id)
-            if found is None:
-                raise RefreshError(f"Refresh {id} is gone from the refresh table.", "Ask for it again.")
-            shown.show(found)
-            if found.is_over or not going():
-                return found
-            time.sleep(_POLL_SECONDS)
+            try:
+                with closing(connect(settings)) as conn:
+                    pause = _POLL_SECONDS
+                    return _watch(conn, settings, id, going, shown)
+            except (psycopg.OperationalError, StreamError):
+                if not going(None):
+                    raise
+                if pause == _POLL_SECONDS:
+                    say("The connection to PostgreSQL broke; waiting until it is back.")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _watch(conn: Connection, settings: Settings, id: int, going: Going, shown: View) -> Refresh:
+    requests = Requests(conn, settings)
+    while True:
+        found = requests.get(id)
+        if found is None:
+            raise RefreshError(f"Refresh {id} is gone from the refresh table.", "Ask for it again.")
+        shown.show(found)
+        if found.is_over or not going(conn):
+            return found
+        time.sleep(_POLL_SECONDS)
 
 
 class _Undone:
@@ -187,15 +214,14 @@ class _Undone:
 class _Unread:
     """Notices that the dbsync that was to do it has gone."""
 
-    def __init__(self, conn: Connection, settings: Settings) -> None:
-        self._conn = conn
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._said = False
         self._seen = time.monotonic()
 
-    def look(self) -> bool:
+    def look(self, conn: Connection | None) -> bool:
         now = time.monotonic()
-        if _is_running(self._conn, self._settings):
+        if conn is None or _is_running(conn, self._settings):
             self._seen, self._said = now, False
         elif not self._said and now > self._seen + _UNREAD_SECONDS:
             self._said = True
@@ -223,9 +249,10 @@ def _keep_to_target(settings: Settings, target: str) -> None:
     with connect(settings) as conn:
         refreshes = control.own_table(conn, settings, control.REFRESHES)
         known = Requests(conn, settings).target() if refreshes and refreshes.ours else None
-    if known is not None and known != target:
+    if known is not None and not is_same(known, target):
         raise ConfigError(
-            f"The slot {settings.slot} feeds {known}, and changes that wait in its log would go to {target} instead.",
+            f"The slot {settings.slot} feeds {recalled(known)}, and changes that wait in its log would go to"
+            f" {target} instead.",
             "Name that target with --to or --batcher, or use --detach and start dbsync run.",
         )
 
@@ -234,7 +261,7 @@ def _say_what_does_not_count(invocation: Invocation, handler: str | None, batche
     names = {"handler": handler, "batcher": batcher} | {
         name: invocation.flags.get(name) for name in (*CHUNKS, *RUN, *TARGET) if name != "chunk_rows"
     }
-    given = ["--" + name.replace("_", "-") for name, value in names.items() if value is not None]
+    given = [flag_of(name) for name, value in names.items() if value is not None]
     if given:
         say(f"{', '.join(given)}: the dbsync that runs has its own, and keeps to that.")
 

@@ -6,6 +6,7 @@ that left a value out, and rows so wide that a second copy of them counts, are n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
@@ -54,8 +55,8 @@ class _Columns:
         self._convert = [converter(spec) for spec in specs]
 
     def documents(self, columns: Sequence[Texts]) -> list[dict[str, Any]]:
-        names = self._names
-        return [dict(zip(names, row, strict=True)) for row in self.rows(columns)]
+        # In C from end to end: what a step of Python's own costs here is paid for each row.
+        return list(map(dict, map(zip, itertools.repeat(self._names), self.rows(columns))))
 
     def rows(self, columns: Sequence[Texts]) -> Iterator[tuple[Any, ...]]:
         """The typed values of each row."""

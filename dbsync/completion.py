@@ -31,13 +31,19 @@ from dbsync.lsn import LSN
 from dbsync.ranges import one_snapshot
 from dbsync.refresh import current_snapshot
 from dbsync.relation import Relation
+from dbsync.statement import words_of
 
 logger = logging.getLogger(__name__)
 
 KEYS_A_QUERY = 1_000
+_GONE = ("08", "57P")  # SQLSTATEs of a connection that broke, of a server that is starting or stopping
 _PAUSE_SECONDS = 0.05
 
 Rows = dict[tuple[str, ...], dict[str, Any]]
+
+
+class SourceLostError(StreamError):
+    """The source cannot be reached; like the stream, whoever needs it waits until it is back."""
 
 
 class Completion:
@@ -56,8 +62,10 @@ class Completion:
                     for some in _batched(group):
                         yield from self._complete(conn, some)
         except psycopg.Error as error:
-            words = error.diag.message_primary or str(error).partition("\n")[0]
-            raise StreamError(f"Missing values could not be read: {words}.") from error
+            kind = SourceLostError if _is_gone(error) else StreamError
+            raise kind(f"Missing values could not be read: {words_of(error)}.") from error
+        except StreamError as error:
+            raise SourceLostError(error.message, error.hint) from error
 
     def _complete(self, conn: Connection, finals: list[Final]) -> Iterator[Final]:
         relation = _source(finals[0]).relation
@@ -88,6 +96,12 @@ class Completion:
             if self._stopping.wait(pause):
                 raise DbsyncError(f"dbsync was stopped while it waited for values of {relation.doctype}.")
             pause = min(2 * pause, 5.0)
+
+
+def _is_gone(error: psycopg.Error) -> bool:
+    # Where the connection itself broke, libpq has no SQLSTATE.
+    is_operational = isinstance(error, psycopg.OperationalError)
+    return is_operational and (error.sqlstate is None or error.sqlstate.startswith(_GONE))
 
 
 def _source(final: Final) -> Source:

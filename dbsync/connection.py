@@ -6,6 +6,7 @@ whether trying again can help, and never shows a password.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import select
@@ -21,6 +22,9 @@ from dbsync.config import CONNECT_TIMEOUT_SECONDS, Settings
 from dbsync.errors import DbsyncError, SetupError, StreamError
 
 Connection = psycopg.Connection[TupleRow]
+
+# What psycopg has to say of a connection that broke is for a log, where there is one; dbsync says it in its own words.
+logging.getLogger("psycopg").addHandler(logging.NullHandler())
 
 _PASSWORD_HINT = (
     "Set POSTGRES_PASSWORD, POSTGRES_PASSWORD_FILE or the line in .pgpass (or, where POSTGRES_CONNSTR is set, the"

@@ -70,8 +70,10 @@ _PUBLICATION = """
     WHERE pubname = %(publication)s"""
 
 _PUBLISHED = """
-    SELECT schemaname, tablename
+    SELECT schemaname, tablename, rel.oid::int8
     FROM pg_catalog.pg_publication_tables
+    JOIN pg_catalog.pg_namespace AS nsp ON nspname = schemaname
+    JOIN pg_catalog.pg_class AS rel ON relnamespace = nsp.oid AND relname = tablename
     WHERE pubname = %(publication)s
       AND (schemaname, tablename) NOT IN ((%(schema)s, %(wm_table)s), (%(schema)s, %(refresh_table)s))
     ORDER BY 1, 2"""
@@ -271,18 +273,22 @@ def _add_to_publication(conn: Connection, settings: Settings) -> None:
 
 def _create_slot(conn: Connection, settings: Settings) -> None:
     with _step(conn, settings, "create the replication slot {slot}", ALTER_ROLE):
-        if slot_state(conn, settings) is None:
-            try:
-                _run(conn, settings, "create_slot.sql")
-                # What an earlier slot of this name had copied is not in step with the new one.
-                conn.execute(
-                    _FORGET_REFRESHES.format(identifier(settings.ctrl_namespace, REFRESH_TABLE)), [settings.slot]
-                )
-            except errors.DuplicateObject:
-                pass  # another dbsync was quicker; what it made is looked at like any other
-            except errors.ConfigurationLimitExceeded as error:
-                raise _no_slot_left(conn, settings) from error
+        with _while_alone(conn):
+            if slot_state(conn, settings) is None:
+                _begin_anew(conn, settings)
         check_slot(conn, settings)
+
+
+def _begin_anew(conn: Connection, settings: Settings) -> None:
+    # What an earlier slot of this name had copied is not in step with the new one. Forgotten first: a crash in between
+    # must not leave a slot that is new and tables that count as copied.
+    conn.execute(_FORGET_REFRESHES.format(identifier(settings.ctrl_namespace, REFRESH_TABLE)), [settings.slot])
+    try:
+        _run(conn, settings, "create_slot.sql")
+    except errors.DuplicateObject:
+        pass  # made by somebody else at this moment; it is looked at like any other
+    except errors.ConfigurationLimitExceeded as error:
+        raise _no_slot_left(conn, settings) from error
 
 
 def check_slot(conn: Connection, settings: Settings) -> None:
@@ -372,6 +378,17 @@ def _alone(conn: Connection) -> Iterator[None]:
     with conn.transaction():
         conn.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
         yield
+
+
+@contextmanager
+def _while_alone(conn: Connection) -> Iterator[None]:
+    """The same around several transactions."""
+    conn.execute("SELECT pg_catalog.pg_advisory_lock(%s)", (_SETUP_LOCK,))
+    try:
+        yield
+    finally:
+        if not conn.closed:
+            conn.execute("SELECT pg_catalog.pg_advisory_unlock(%s)", (_SETUP_LOCK,))
 
 
 @contextmanager
@@ -467,7 +484,13 @@ def publication(conn: Connection, settings: Settings) -> Publication | None:
 
 def published_tables(conn: Connection, settings: Settings) -> list[tuple[str, str]]:
     """(schema, table) of every table the publication publishes, without dbsync's own."""
-    return [(str(schema), str(table)) for schema, table in conn.execute(_PUBLISHED, _names(settings))]
+    return list(published_oids(conn, settings).values())
+
+
+def published_oids(conn: Connection, settings: Settings) -> dict[int, tuple[str, str]]:
+    """The same by their oids."""
+    rows = conn.execute(_PUBLISHED, _names(settings))
+    return {int(oid): (str(schema), str(table)) for schema, table, oid in rows}
 
 
 def inactive_slots(conn: Connection) -> list[str]:

@@ -16,11 +16,11 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from dbsync import pgoutput
+from dbsync import mirror, pgoutput
 from dbsync.ahead import Ahead, Block
 from dbsync.board import WindowBoard
 from dbsync.columns import FrameColumns
@@ -33,7 +33,6 @@ from dbsync.keyless import Keyless, appended
 from dbsync.lsn import LSN
 from dbsync.mirror import DELETE, INSERT, UPDATE
 from dbsync.pending import Pending
-from dbsync.pgoutput import UNCHANGED
 from dbsync.relation import Catalog, LineDecoder, Relation, Row, RowDecoder, row_id
 from dbsync.spool import DELETED, FRAME, FULL, PARTIAL, BatchWriter, WindowRows, read_rows
 from dbsync.stream import HEADER_BYTES
@@ -45,7 +44,7 @@ ROWS = frozenset((INSERT, UPDATE, DELETE))
 STREAM_STOP = ord("E")
 _TAG_AND_OID = struct.Struct(">BI")  # how a row change begins
 _FRAMES_A_LOOK = 1_000  # how often to see whether dbsync is stopped
-MESSAGE_PREFIX = "dbsync"  # of what dbsync itself writes into the log
+MESSAGE_PREFIX = "dbsync-internal"  # of what dbsync itself writes into the log
 
 
 @dataclass(slots=True)
@@ -55,6 +54,7 @@ class _Open:
     commit_lsn: LSN
     commit_time: datetime
     xid: int
+    origin: str | None = None
 
 
 class Dispatch(ABC):
@@ -140,6 +140,8 @@ class Dispatch(ABC):
             case pgoutput.Commit():
                 self._commit(message)
                 return True
+            case pgoutput.Origin() if self.open:
+                self.open.origin = message.name
             case pgoutput.Relation():
                 self._pending.descriptions += 1
                 self._described[message.oid] = (self._pending.descriptions, message)
@@ -232,6 +234,14 @@ class Dispatch(ABC):
     def _relation(self, message: pgoutput.Relation) -> None:
         relation = self._catalog.relation(message)
         oid = message.oid
+        if (known := self.relations.get(oid)) and _has_other_ids(known, relation):
+            logger.warning(
+                "%s has another key now, (%s) and not (%s): what the target holds under the old ids stays there."
+                " Empty it there, and refresh the table.",
+                relation.doctype,
+                ", ".join(relation.key_names),
+                ", ".join(known.key_names),
+            )
         self._ignored.discard(oid)
         if self._is_ours(relation):
             self._ignored.add(oid)
@@ -280,7 +290,8 @@ class MirrorDispatch(Dispatch):
     def __init__(self, keyless: Keyless, *args: Any) -> None:
         super().__init__(*args)
         self._keyless = keyless
-        self._appended: dict[int, RowDecoder] = {}
+        self._doubtful: dict[int, Relation] = {}  # tables with changes that may lack a key
+        self._decoders: dict[int, RowDecoder] = {}  # of those
         self._appends = 0  # so far in the open transaction
 
     def _begin(self, message: pgoutput.Begin) -> None:
@@ -288,32 +299,45 @@ class MirrorDispatch(Dispatch):
         self._appends = 0
 
     def _takes(self, relation: Relation) -> bool:
-        self._appended.pop(relation.oid, None)
-        if relation.key:
-            return True
-        if not self._keyless.takes(relation):
+        self._doubtful.pop(relation.oid, None)
+        if not relation.key and not self._keyless.takes(relation):
             return False
-        self._appended[relation.oid] = RowDecoder(relation)
+        if not relation.key or relation.may_lack_key:
+            self._doubtful[relation.oid], self._decoders[relation.oid] = relation, RowDecoder(relation)
         return True
 
     def _row(self, frame: memoryview) -> None:
-        if self._appended and (decoder := self._appended.get(_oid(frame))):
-            self._append(decoder, frame[HEADER_BYTES:])
+        row = frame[HEADER_BYTES:]
+        relation = self._doubtful.get(_oid(frame)) if self._doubtful else None
+        if relation is None or _ids(relation, pgoutput.decode(row))[0] is not None:
+            self.writer.add_frame(row)
         else:
-            self.writer.add_frame(frame[HEADER_BYTES:])
+            self._add_keyless(row)
 
     def _rows(self, frames: Sequence[memoryview], begin: int, end: int) -> None:
-        if self._appended:
-            super()._rows(frames, begin, end)
-        else:
-            self.writer.add_frames([frame[HEADER_BYTES:] for frame in frames[begin:end]])
+        rows = [frame[HEADER_BYTES:] for frame in frames[begin:end]]
+        at = 0
+        for place in mirror.keyless(rows, self._doubtful) if self._doubtful else ():
+            if at < place:
+                self.writer.add_frames(rows[at:place])
+            self._add_keyless(rows[place])
+            at = place + 1
+        if at < len(rows):
+            self.writer.add_frames(rows[at:])
 
-    def _append(self, decoder: RowDecoder, frame: memoryview) -> None:
+    def _add_keyless(self, row: memoryview) -> None:
         """The id is the change's place in its transaction: the same whenever PostgreSQL sends it, in whatever batch."""
         assert self.open
+        message: Any = pgoutput.decode(row)
+        relation = self._doubtful[message.relation_oid]
+        _, old_id = _ids(relation, message)
+        if old_id is not None:  # what it was before had a key
+            self.writer.add_mark(relation.doctype, old_id, DELETED, None)
+        if relation.key and not self._keyless.takes_row(relation):
+            return
         self._appends += 1
-        doctype, id = decoder.relation.doctype, f"{self.open.commit_lsn}/{self._appends}"
-        self.writer.add_mark(doctype, id, FULL, _pickled(doctype, id, appended(decoder, frame)))
+        doctype, id = relation.doctype, f"{self.open.commit_lsn}/{self._appends}"
+        self.writer.add_mark(doctype, id, FULL, _pickled(doctype, id, appended(self._decoders[relation.oid], message)))
 
     def _window(self, window: Window) -> None:
         if window.state is State.RELEASED:
@@ -471,12 +495,11 @@ class HandlerDispatch(Dispatch):
 
     def _window(self, window: Window) -> None:
         """Re-read rows go through the handler where they stand: at the low mark, as soon as they are all there."""
-        if window.state is State.OPEN and self._board.wait_until_read(window):
-            for change, relation in self._reread(window.content):
-                self._change(self._handler.handle_refresh, relation, change)
-        elif window.state is State.RELEASED:
+        if window.state is State.OPEN and (rows := self._board.wait_until_read(window.id)):
             assert window.low
-            self.writer.add_window(replace(window.content, segments=(), numbers=()), window.low)
+            self.writer.add_window(rows.given_to_handler(), window.low)
+            for change, relation in self._reread(rows):
+                self._change(self._handler.handle_refresh, relation, change)
 
     def _reread(self, rows: WindowRows) -> Iterator[tuple[Change, Relation]]:
         relation, missing = rows.layout.relation, frozenset(rows.layout.left_out)
@@ -494,28 +517,21 @@ class HandlerDispatch(Dispatch):
         new, old = message.new, message.old
         if old is None:
             return self._built(decoder, lsn, new, {}, None)
-        relation = decoder.relation
-        if message.old_kind == "O":
-            before = decoder.document(old)[0]
-            new = tuple(o if n is UNCHANGED else n for o, n in zip(old, new, strict=True))
-        else:
-            before = decoder.key(old)
-            # A TOASTed key that did not change stands in the old tuple only.
-            new = tuple(old[i] if n is UNCHANGED and i in relation.key else n for i, n in enumerate(new))
-        moved = any(old[i] != new[i] for i in relation.key)
-        return self._built(decoder, lsn, new, before, _id(relation, old) if moved else None)
+        before = decoder.document(old)[0] if message.old_kind == "O" else decoder.key(old)
+        return self._built(decoder, lsn, pgoutput.filled(old, new), before, row_id(decoder.relation, old))
 
     def _deleted(self, decoder: RowDecoder, message: pgoutput.Delete, lsn: LSN) -> Change:
         old = message.old
         before = decoder.document(old)[0] if message.old_kind == "O" else decoder.key(old)
-        key = decoder.key(old) if decoder.relation.key else {}
-        return self._where(lsn, Row(), before, key, frozenset(), _id(decoder.relation, old), None)
+        return self._where(lsn, Row(), before, decoder.key(old), frozenset(), row_id(decoder.relation, old), None)
 
     def _built(self, decoder: RowDecoder, lsn: LSN, raw: Any, before: dict[str, Any], old_id: str | None) -> Change:
         doc, left_out = decoder.document(raw)
         missing = frozenset(left_out)
-        key = {name: doc[name] for name in decoder.relation.key_names}
-        return self._where(lsn, Row(doc, missing=missing), before, key, missing, _id(decoder.relation, raw), old_id)
+        key = {name: doc[name] for name in decoder.relation.key_names if name in doc}
+        id = row_id(decoder.relation, raw)
+        moved_from = None if old_id == id else old_id
+        return self._where(lsn, Row(doc, missing=missing), before, key, missing, id, moved_from)
 
     def _where(
         self,
@@ -567,7 +583,7 @@ class HandlerDispatch(Dispatch):
 
     def _transaction(self, lsn: LSN) -> Transaction:
         assert self.open
-        return Transaction(lsn, self.open.commit_lsn, self.open.xid, self.open.commit_time)
+        return Transaction(lsn, self.open.commit_lsn, self.open.xid, self.open.commit_time, self.open.origin)
 
     def _change(self, method: Callable[[Change, Relation], None], relation: Relation, change: Change) -> None:
         self._current = (change, relation)
@@ -625,8 +641,21 @@ def _start_lsn(frame: memoryview) -> LSN:
     return LSN(int.from_bytes(frame[1:9], "big"))
 
 
-def _id(relation: Relation, raw: Any) -> str | None:
-    return row_id(relation, raw) if relation.key else None
+def _has_other_ids(known: Relation, relation: Relation) -> bool:
+    """Whether ids are made of other columns; one that was only renamed is the same."""
+    is_renamed = known.key == relation.key and not set(known.key_names) & set(relation.column_names)
+    return bool(known.key) and known.key_names != relation.key_names and not is_renamed
+
+
+def _ids(relation: Relation, message: Any) -> tuple[str | None, str | None]:
+    """The id of the row that changed, and the one it had before if that was another; None where it is not told."""
+    match message:
+        case pgoutput.Update(old=old, new=new) if old is not None:
+            id, old_id = row_id(relation, pgoutput.filled(old, new)), row_id(relation, old)
+            return id, None if old_id == id else old_id
+        case pgoutput.Delete(old=old):
+            return row_id(relation, old), None
+    return row_id(relation, message.new), None
 
 
 def _pickled(doctype: str, id: object, content: object) -> bytes:

@@ -101,10 +101,14 @@ class _Part:
         window = self._window(source)
         if not self._counts(window):
             return _places([], [])
-        rows = pq.ParquetFile(source.path).read(["id"])
-        is_touched = self._is_touched(window, rows["id"], self._events(_KEYS)).to_numpy(zero_copy_only=False)
-        places = (number << ROW_BITS) + np.flatnonzero(~is_touched)
-        return _places(places, pa.nulls(len(places), pa.int32()))
+        segment = pq.ParquetFile(source.path)
+        events = self._events(_KEYS)
+        if len(events):
+            ids = segment.read(["id"])["id"]
+            rows = np.flatnonzero(~self._is_touched(window, ids, events).to_numpy(zero_copy_only=False))
+        else:
+            rows = np.arange(segment.metadata.num_rows)
+        return _places((number << ROW_BITS) + rows, pa.nulls(len(rows), pa.int32()))
 
     def _touched(self, number: int, source: Source, events: pa.Table) -> pa.Table:
         """The other rows of the segment, as events at their low mark."""

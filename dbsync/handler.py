@@ -24,10 +24,15 @@ class Transaction(NamedTuple):
     commit_lsn: LSN
     xid: int
     commit_time: datetime
+    origin: str | None = None  # the replication origin, where the transaction came from another server
 
 
 class Change(NamedTuple):
-    """One row that changed, with typed Python values."""
+    """One row that changed, with typed Python values.
+
+    What comes under the name of a partitioned table has the old values of the partition's replica identity: where that
+    is another than the root's, what it leaves out of `old` looks like NULL, and `id` or `old_id` may not be told.
+    """
 
     lsn: LSN
     commit_lsn: LSN
@@ -37,7 +42,7 @@ class Change(NamedTuple):
     old: dict[str, Any]  # what the log carries of the row before: nothing, its key, or (full identity) all of it
     key: dict[str, Any]
     missing: frozenset[str]  # columns whose value the log did not carry, because they are TOASTed and did not change
-    id: str | None  # the key as text: what MirrorHandler calls the document; None for a table without a key
+    id: str | None  # the key as text: what MirrorHandler calls the document; None where the log does not tell it
     old_id: str | None  # the id before, where the key changed
 
 

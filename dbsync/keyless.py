@@ -14,7 +14,6 @@ from dbsync import pgoutput
 from dbsync.batcher import Batcher
 from dbsync.config import Settings
 from dbsync.errors import ConfigError
-from dbsync.pgoutput import UNCHANGED
 from dbsync.relation import Relation, RowDecoder
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ class Keyless:
     def __init__(self, settings: Settings, batcher: Batcher) -> None:
         self._batcher = batcher
         self._policy = settings.keyless or ("append" if batcher.appends else "error")
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
     def check(self) -> None:
         """Refuse to append where the Batcher cannot."""
@@ -42,31 +41,44 @@ class Keyless:
         """Whether changes of this table without a key are appended."""
         if self._policy == "append":
             return True
-        if relation.doctype not in self._told:
-            self._told.add(relation.doctype)
-            self._say(relation.doctype)
+        self._say(
+            "has no key (one that is DEFERRABLE, or published only in part, is none), so its changes are left out",
+            "add a primary key, or set REPLICA IDENTITY USING INDEX, or DBSYNC_KEYLESS=append with a Batcher that"
+            " appends, or DBSYNC_KEYLESS=skip",
+            relation.doctype,
+        )
         return False
 
-    def _say(self, doctype: str) -> None:
-        if self._policy == "skip":
-            logger.warning("%s has no key, so its changes are left out, as DBSYNC_KEYLESS=skip says.", doctype)
-            return
-        logger.error(
-            "%s has no key, so its changes are left out: add a primary key, or set REPLICA IDENTITY USING INDEX, or"
-            " DBSYNC_KEYLESS=append with a Batcher that appends, or DBSYNC_KEYLESS=skip.",
-            doctype,
+    def takes_row(self, relation: Relation) -> bool:
+        """Whether a change is appended that does not tell the whole key of its table."""
+        if self._policy == "append":
+            return True
+        self._say(
+            "has changes that do not tell their key (it was NULL, or a partition has another replica identity than"
+            " its root), so they are left out",
+            "see what dbsync check says of it, and refresh it",
+            relation.doctype,
         )
+        return False
+
+    def _say(self, what: str, hint: str, doctype: str) -> None:
+        """Once a run for each table."""
+        if (what, doctype) in self._told:
+            return
+        self._told.add((what, doctype))
+        if self._policy == "skip":
+            logger.warning("%s %s, as DBSYNC_KEYLESS=skip says.", doctype, what)
+        else:
+            logger.error("%s %s: %s.", doctype, what, hint)
 
 
-def appended(decoder: RowDecoder, frame: memoryview) -> dict[str, Any]:
+def appended(decoder: RowDecoder, message: pgoutput.Message) -> dict[str, Any]:
     """The document of one change: the row as it is now, or for a delete as it was, and what happened."""
-    match pgoutput.decode(frame):
+    match message:
         case pgoutput.Insert(new=new):
             return _document(decoder, new, "insert")
         case pgoutput.Update(new=new, old=old):
-            # A table without a key is updated only where it sends whole old rows.
-            whole = tuple(o if n is UNCHANGED else n for o, n in zip(old or new, new, strict=True))
-            return _document(decoder, whole, "update")
+            return _document(decoder, pgoutput.filled(old or new, new), "update")
         case pgoutput.Delete(old=old):
             return _document(decoder, old, "delete")
         case other:

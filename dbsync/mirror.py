@@ -8,7 +8,8 @@ segment side by side, column by column, with numpy. The frame itself is carried 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dbsync.errors import DecodeError
-from dbsync.pgoutput import UNCHANGED, split_tuple
+from dbsync.pgoutput import UNCHANGED, filled, split_tuple
 from dbsync.relation import Relation
 
 Ints = npt.NDArray[np.int64]
@@ -28,6 +29,7 @@ KEY, OLD, NEW = b"KON"
 TEXT, BINARY, NULL, LEFT_OUT = b"tbnu"
 
 TUPLE_AT = 6  # a frame is: tag, relation oid (4), marker, tuple
+IS_NULL, IS_LEFT_OUT = -1, -2  # in place of the length of a key's column
 PADDING = bytes(8)  # lets the walk look at a length where the last column has none
 
 
@@ -63,9 +65,25 @@ class Extract:
 
 
 def extract(frames: Sequence[bytes | memoryview], relations: Mapping[int, Relation]) -> Extract:
-    """Find key and completeness of every frame. Frames of tables without a key must not be among them."""
-    try:
+    """Find key and completeness of every frame. Those that `keyless` finds must not be among them."""
+    with _damage():
         return _Walk(frames, relations).run()
+
+
+def keyless(frames: Sequence[bytes | memoryview], relations: Mapping[int, Relation]) -> list[int]:
+    """The places of the frames of these tables, and of no others, that do not tell which row they are about.
+
+    A table may have no key at all. With FULL identity its key may have been added after the change, which then may have
+    a NULL in it. And what comes under the name of a partitioned table has the old values of the partition's identity.
+    """
+    with _damage():
+        return _Walk(frames, relations).keyless()
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    try:
+        yield
     except (IndexError, UnicodeDecodeError) as error:
         raise DecodeError("A row change in the log is damaged.") from error
 
@@ -105,12 +123,32 @@ class _Walk:
             self._changed_keys(relation, np.flatnonzero(with_old), ids, old_ids, is_partial)
         if bool((ids.length < 0).any()):
             raise DecodeError("A row change in the log has no key.")
-        merged = self._merge_full_rows(np.flatnonzero(is_partial & (markers == OLD)))
+        merged = self._merge_full_rows(np.flatnonzero(is_partial & (tags == UPDATE) & (markers == OLD)))
         if merged is not None:
             return _Walk(merged, self.relations).run()
         data = b"".join([self.data, *self.extra])
         offsets = np.append(self.starts, self.starts[-1] + self.lengths[-1])
         return Extract(data, offsets, oids, tags == DELETE, is_partial, ids, old_ids)
+
+    def keyless(self) -> list[int]:
+        oids = self._int32(self.starts + 1)
+        lacks = np.zeros(len(self.frames), dtype=np.bool_)
+        for oid, relation in self.relations.items():
+            rows = np.flatnonzero(oids == oid)
+            lacks[rows] = self._lack_key(relation, rows) if relation.key else True
+        return np.flatnonzero(lacks).tolist()
+
+    def _lack_key(self, relation: Relation, rows: Ints) -> Bools:
+        """Whether the row's key, or that of the row after the change, has a part that is not known."""
+        with_old = (self.bytes[self.starts[rows]] == UPDATE) & (self.bytes[self.starts[rows] + 5] != NEW)
+        lacks = np.zeros(len(rows), dtype=np.bool_)
+        key, _, _ = self._tuples(relation, self.starts[rows[~with_old]] + TUPLE_AT, needs_all=False)
+        lacks[~with_old] = _any_negative(key)
+        if bool(with_old.any()):
+            old_key, _, after = self._tuples(relation, self.starts[rows[with_old]] + TUPLE_AT, needs_all=True)
+            new_key, _, _ = self._tuples(relation, after + 1, needs_all=False)
+            lacks[with_old] = _any_negative(_completed(old_key, new_key))
+        return lacks
 
     def _new_rows(self, relation: Relation, rows: Ints, *, needs_all: bool) -> tuple[Ints, Slices, Bools]:
         key, partial, after = self._tuples(relation, self.starts[rows] + TUPLE_AT, needs_all=needs_all)
@@ -126,12 +164,10 @@ class _Walk:
             raise DecodeError("An update in the log has an old row and no new one.")
         new_key, partial, after = self._tuples(relation, after + 1, needs_all=True)
         self._check_end(rows, after)
-        for old, new in zip(old_key, new_key, strict=True):
-            unchanged = new.length < 0  # a TOASTed key that did not change stands in the old tuple only
-            new.start[unchanged], new.length[unchanged] = old.start[unchanged], old.length[unchanged]
-        old_id, new_id = self._ids(old_key), self._ids(new_key)
+        old_id, new_id = self._ids(old_key), self._ids(_completed(old_key, new_key))
         _put(ids, is_partial, (rows, new_id, partial))
-        differs = self._differ(old_id, new_id)
+        # Where the old row does not tell its key, the row is taken to be the one with the new key.
+        differs = self._differ(old_id, new_id) & (old_id.length >= 0)
         old_ids.start[rows[differs]], old_ids.length[rows[differs]] = old_id.start[differs], old_id.length[differs]
 
     def _check_end(self, rows: Ints, at: Ints) -> None:
@@ -149,10 +185,11 @@ class _Walk:
         for position in range(width if needs_all else max(relation.key, default=-1) + 1):
             kind = self.bytes[at]
             valued = (kind == TEXT) | (kind == BINARY)
-            length = np.where(valued, self._int32(at + 1), -1)
+            length = np.where(valued, self._int32(at + 1), IS_NULL)
+            left_out = kind == LEFT_OUT
             if position in relation.key:
-                key[position] = Slices(at + 5, length)
-            partial |= kind == LEFT_OUT
+                key[position] = Slices(at + 5, length - left_out)
+            partial |= left_out
             at = at + np.where(valued, 5 + length, 1)
         return [key[position] for position in relation.key], partial, at
 
@@ -166,6 +203,7 @@ class _Walk:
             made.start[row], made.length[row] = self.extra_at, len(text)
             self.extra.append(text)
             self.extra_at += len(text)
+        made.length[_any_negative(key)] = IS_NULL
         return made
 
     def _differ(self, one: Slices, other: Slices) -> Bools:
@@ -182,13 +220,11 @@ class _Walk:
         )
 
     def _merge_full_rows(self, rows: Ints) -> list[bytes | memoryview] | None:
-        """Where the whole old row is in the log, an unchanged TOASTed value is taken from it."""
-        if not len(rows):
-            return None
+        """Where the whole old row is in the log, an unchanged TOASTed value is taken from it. None: there was none."""
         frames = list(self.frames)
         for row in rows.tolist():
             frames[row] = fill_from_old(bytes(frames[row]))
-        return frames
+        return None if all(len(frames[row]) == self.lengths[row] for row in rows.tolist()) else frames
 
     def _int16(self, at: Ints) -> Ints:
         return (self.bytes[at].astype(np.int64) << 8) | self.bytes[at + 1]
@@ -210,17 +246,33 @@ def _put(ids: Slices, is_partial: Bools | None, found: tuple[Ints, Slices, Bools
         is_partial[rows] = partial
 
 
+def _completed(old_key: list[Slices], new_key: list[Slices]) -> list[Slices]:
+    """The new key; a TOASTed part of it that did not change stands in the old row only."""
+    for old, new in zip(old_key, new_key, strict=True):
+        unchanged = new.length == IS_LEFT_OUT
+        new.start[unchanged], new.length[unchanged] = old.start[unchanged], old.length[unchanged]
+    return new_key
+
+
+def _any_negative(key: list[Slices]) -> Bools:
+    """Where a part of the key is not known."""
+    lacks: Bools = np.logical_or.reduce([part.length < 0 for part in key])
+    return lacks
+
+
 def fill_from_old(frame: bytes) -> bytes:
-    """An update with a whole old row, its left-out values put in from there."""
+    """An update with a whole old row, its left-out values put in from there as far as they are known."""
     old, after = split_tuple(frame, TUPLE_AT)
     new, _ = split_tuple(frame, after + 1)
-    whole = [before if value is UNCHANGED else value for before, value in zip(old, new, strict=True)]
-    return frame[: after + 1] + join_tuple(whole)
+    return frame[: after + 1] + join_tuple(filled(old, new))
 
 
 def join_tuple(values: Sequence[Any]) -> bytes:
-    """The wire form of a tuple of texts and NULLs."""
-    columns = (b"n" if value is None else b"t" + len(value).to_bytes(4, "big") + value for value in values)
+    """The wire form of a tuple of texts, NULLs and values that are left out."""
+    columns = (
+        b"n" if value is None else b"u" if value is UNCHANGED else b"t" + len(value).to_bytes(4, "big") + value
+        for value in values
+    )
     return b"".join([len(values).to_bytes(2, "big"), *columns])
 
 

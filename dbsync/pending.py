@@ -34,6 +34,7 @@ class _Transaction:
     xid: int
     size_bytes: int = 0  # of the file, and of what is still in the buffer
     last: bytes = b""  # the subtransaction of the newest frame
+    origin: bytes = b""  # the frame that says where all of it came from
     # Where each subtransaction has its first frame, in the order of the file.
     starts: dict[int, int] = field(default_factory=dict)
     # When each table was described last, as a count of descriptions.
@@ -67,7 +68,8 @@ class Pending:
         transaction = self.open
         assert transaction
         tag = frame[XLOG_DATA.size]
-        if tag == _ORIGIN:  # carries no subtransaction, and says nothing a mirror needs
+        if tag == _ORIGIN:  # carries no subtransaction
+            transaction.origin = frame.tobytes()
             return
         subxid = frame[_XID_AT:_XID_END].tobytes()
         if subxid != transaction.last:
@@ -119,6 +121,8 @@ class Pending:
         transaction = self._transactions.get(xid)
         if transaction is None:
             raise DecodeError(f"The log commits transaction {xid}, which it did not begin.")
+        if transaction.origin:
+            yield memoryview(transaction.origin)
         if transaction.size_bytes:
             with disk_errors(self._folder):
                 yield from _read(transaction.path)

@@ -11,7 +11,7 @@ value the log does not carry) or `Binary`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -336,6 +336,15 @@ def split_tuple(data: bytes, offset: int) -> tuple[list[Value], int]:
     if offset > len(data):
         raise _truncated(data)
     return values, offset
+
+
+def filled(old: Sequence[Value], new: Sequence[Value]) -> Tuple:
+    """The new row, with what it left out taken from the old one.
+
+    A value that is left out is TOASTed and so never NULL: where the old row has a NULL there, it is not known. (Under
+    the name of a root with FULL identity a partition with another identity sends old rows that hold only its own key.)
+    """
+    return tuple(o if n is UNCHANGED and o is not None else n for o, n in zip(old, new, strict=True))
 
 
 def decode_frame(data: bytes | memoryview) -> XLogData | Keepalive:

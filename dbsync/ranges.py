@@ -6,6 +6,7 @@ which stands first in them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
 from psycopg import sql
-from psycopg.abc import Buffer
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -33,7 +33,11 @@ from dbsync.relation import identifier, unescape
 from dbsync.spark import reason, why_spark_ended
 from dbsync.spool import ROW_BITS, WINDOW_SCHEMA
 
-_NAME_READER = "SELECT pg_catalog.set_config('application_name', %s, false)"
+# Whoever waits for a lock inside a window keeps everything that comes after its low mark from being handed over.
+_LOCK_TIMEOUT = "500ms"
+_PREPARE = (
+    "SELECT pg_catalog.set_config('application_name', %s, false), pg_catalog.set_config('lock_timeout', %s, false)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Read(NamedTuple):
     rows: int
     size_bytes: int
     widest_bytes: int
+    seconds: float
 
 
 def read_ranges(spark: SparkSession, tasks: list[RangeTask]) -> list[Read]:
@@ -89,25 +94,31 @@ def try_range(task: RangeTask) -> Read | DbsyncError:
 def read_range(task: RangeTask) -> Read:
     """Read one range into a segment, in groups of bounded size. Writes no file where there is no row."""
     rows = size = widest = 0
+    started = time.monotonic()
     with ExitStack() as open_things:
         conn = open_things.enter_context(connect(task.settings))
-        name_reader(conn, task.window)
+        prepare_reader(conn, task.window)
         open_things.enter_context(one_snapshot(conn))
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(task.snapshot)))
         writer: pq.ParquetWriter | None = None
         for lines in filter(None, chunks.copy_out(conn, task.selection, task.range)):
             if writer is None:
-                writer = open_things.enter_context(pq.ParquetWriter(task.path, WINDOW_SCHEMA, use_dictionary=False))
+                writer = open_things.enter_context(_writer(task.path))
             ids, bodies = split_lines(lines, len(task.selection.relation.key))
             places = (task.number << ROW_BITS) + np.arange(rows, rows + len(lines), dtype=np.int64)
             writer.write_table(pa.table([ids, pa.array(places), bodies], schema=WINDOW_SCHEMA))
             rows += len(lines)
             size += bodies.nbytes
             widest = max(widest, *map(len, lines))
-    return Read(rows, size, widest)
+    return Read(rows, size, widest, time.monotonic() - started)
 
 
-def split_lines(lines: Sequence[Buffer], width: int) -> tuple[pa.Array, pa.Array]:
+def _writer(path: str) -> pq.ParquetWriter:
+    """LZ4 costs about what it saves in writing, and is read in half the time that snappy takes."""
+    return pq.ParquetWriter(path, WINDOW_SCHEMA, use_dictionary=False, compression="lz4", write_statistics=False)
+
+
+def split_lines(lines: Sequence[bytes], width: int) -> tuple[pa.Array, pa.Array]:
     """The ids of rows, whose key is the first columns of their line, and the lines without what ends them."""
     lengths = np.fromiter(map(len, lines), dtype=np.int64, count=len(lines)) - 1
     # COPY escapes a line break that is part of a value.
@@ -142,9 +153,29 @@ def _id(line: bytes, width: int) -> str:
     return identifier([unescape(part) if "\\" in part else part for part in parts])
 
 
-def name_reader(conn: Connection, window: str) -> None:
-    """Let others see, and cancel, what this session reads."""
-    conn.execute(_NAME_READER, [reader_name(window)])
+def prepare_reader(conn: Connection, window: str) -> None:
+    """Let others see, and cancel, what this session reads; it waits for no lock that is held for long."""
+    conn.execute(_PREPARE, [reader_name(window), _LOCK_TIMEOUT])
+
+
+@contextmanager
+def impatient(conn: Connection) -> Iterator[None]:
+    """The same for a while in a session that does other things too: a lock on one table concerns no other refresh."""
+    conn.execute("SELECT pg_catalog.set_config('lock_timeout', %s, false)", [_LOCK_TIMEOUT])
+    try:
+        yield
+    finally:
+        if not conn.closed:
+            conn.execute("SET lock_timeout = 0")
+
+
+def is_lost(conn: Connection) -> bool:
+    """Whether the connection is gone: one that nobody uses does not know by itself."""
+    try:
+        conn.execute("SELECT 1")
+    except psycopg.Error:
+        return conn.closed
+    return False
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """What a table looks like at one point of the log, and how a row of it becomes a document.
 
 pgoutput describes a table before its first change and again whenever it changed; `Catalog` adds what that description
-leaves out (what a type outside the built-in ones is made of, the primary key of a table that sends whole old rows). A
-`Relation` is plain data, so it can be sent to an executor together with the rows it describes.
+leaves out (what a type outside the built-in ones is made of, the primary key of a table that sends whole old rows,
+whether the key is whole). A `Relation` is plain data, so it can be sent to an executor together with the rows it
+describes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbsync import values
 from dbsync.pgoutput import UNCHANGED
@@ -21,8 +22,9 @@ from dbsync.pgoutput import Relation as RelationMessage
 if TYPE_CHECKING:
     import psycopg
 
-# Types below this oid are PostgreSQL's own; `values` knows them without asking.
-FIRST_NORMAL_OID = 16384
+# Types below this oid are the same in every database; `values` knows them without asking. (Some of PostgreSQL's own are
+# not: the domains of information_schema, the arrays of catalog rows.)
+FIRST_GENBKI_OID = 10000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Relation:
     replica_identity: str
     columns: tuple[Column, ...]
     key: tuple[int, ...]  # positions in `columns`, in the order of the columns
+    may_lack_key: bool = field(default=False, compare=False)  # whether a change may come without a part of its key
 
     @property
     def doctype(self) -> str:
@@ -144,10 +147,13 @@ class RowDecoder:
         return doc, missing
 
     def key(self, raw: Sequence[Any]) -> dict[str, Any]:
-        return {
-            self._columns[position][0]: self._columns[position][1](str(raw[position], "utf-8"))
-            for position in self.relation.key
-        }
+        """The key's values, as far as they are there."""
+        told: dict[str, Any] = {}
+        for position in self.relation.key:
+            (name, convert), value = self._columns[position], raw[position]
+            if value is not UNCHANGED:
+                told[name] = None if value is None else convert(str(value, "utf-8"))
+        return told
 
 
 class LineDecoder:
@@ -179,21 +185,26 @@ def identifier(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else json.dumps(texts)
 
 
-def row_id(relation: Relation, raw: Sequence[Any]) -> str:
-    """The id of a row given as a split tuple."""
-    return identifier([str(raw[position], "utf-8") for position in relation.key])
+def row_id(relation: Relation, raw: Sequence[Any]) -> str | None:
+    """The id of a row given as a split tuple; None where it does not tell its whole key."""
+    key = [raw[position] for position in relation.key]
+    if not key or None in key or UNCHANGED in key:
+        return None
+    return identifier([str(part, "utf-8") for part in key])
 
 
 class Catalog:
     """Completes pgoutput's description of a table with what only the system catalog knows.
 
     The catalog is asked as it is now, the description is as of the log; only facts that do not change under the same
-    oid are taken from it (what a type is made of), and the primary key where the log does not single it out.
+    oid are taken from it (what a type is made of), and the primary key where the log does not single it out. (When that
+    key came to be cannot be told: reindexing makes a new index, and transactions may be older than a key they follow.)
     """
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
         self._connect = connect
         self._types: dict[int, values.TypeInfo] = {}
+        self._keys: dict[int, list[str]] = {}
 
     def relation(self, message: RelationMessage) -> Relation:
         self._learn_types(column.type_oid for column in message.columns)
@@ -201,30 +212,49 @@ class Catalog:
             Column(c.name, c.type_oid, c.type_modifier, values.decoder(c.type_oid, self._types))
             for c in message.columns
         )
+        now = self._now(message)
         return Relation(
             message.oid,
             message.namespace,
             message.name,
             message.replica_identity,
             columns,
-            self._key(message),
+            self._key(message, now),
+            # The columns of an ordinary table's identity are never NULL; a partition may have another than its root.
+            message.replica_identity not in ("d", "i") or not any(column.is_plain for column in now),
         )
 
-    def _key(self, message: RelationMessage) -> tuple[int, ...]:
-        flagged = tuple(position for position, column in enumerate(message.columns) if column.is_key)
+    def _now(self, message: RelationMessage) -> list[_ColumnNow]:
+        """The columns of the table as they are by now; of one that was dropped, those of the table of its name."""
+        with self._connect() as conn:
+            # Column lists exist from PostgreSQL 15 on.
+            query = _COLUMNS.format(listed=_LISTED if conn.info.server_version >= 150000 else "false")
+            names = {
+                "oid": message.oid,
+                "identity": message.replica_identity,
+                "schema": message.namespace,
+                "table": message.name,
+            }
+            return [_ColumnNow(*row) for row in conn.execute(query, names)]
+
+    def _key(self, message: RelationMessage, now: list[_ColumnNow]) -> tuple[int, ...]:
+        names = [column.name for column in message.columns]
         # A table with full (or no) identity flags every column (or none): its primary key, if it has one, is its key.
         if message.replica_identity in ("d", "i"):
-            return flagged
-        with self._connect() as conn:
-            now = conn.execute(_COLUMNS, [message.oid]).fetchall()
-        primary = [name for name, _, is_key in now if is_key]
-        names = [column.name for column in message.columns]
+            if any(column.is_key and column.may_be_unpublished and column.name not in names for column in now):
+                return ()  # several rows would look the same
+            return tuple(position for position, column in enumerate(message.columns) if column.is_key)
+        primary = [column.name for column in now if column.is_key]
+        if any(column.is_same_table for column in now):
+            self._keys[message.oid] = primary
+        else:
+            primary = self._keys.get(message.oid, primary)
         if not set(primary) <= set(names) and _was_renamed(message, now):
-            names = [name for name, _, _ in now[: len(names)]]
+            names = [column.name for column in now[: len(names)]]
         return tuple(sorted(names.index(name) for name in primary)) if set(primary) <= set(names) else ()
 
     def _learn_types(self, oids: Iterable[int]) -> None:
-        wanted = {oid for oid in oids if oid >= FIRST_NORMAL_OID} - self._types.keys()
+        wanted = {oid for oid in oids if oid >= FIRST_GENBKI_OID} - self._types.keys()
         if not wanted:
             return
         with self._connect() as conn:
@@ -233,25 +263,48 @@ class Catalog:
                 # A type dropped since the log was written is not found; its values arrive as text.
                 self._types |= {info.oid: info for info in found}
                 parts = {oid for info in found for oid in (info.base, info.element)}
-                wanted = {oid for oid in parts if oid >= FIRST_NORMAL_OID} - self._types.keys()
+                wanted = {oid for oid in parts if oid >= FIRST_GENBKI_OID} - self._types.keys()
 
 
-def _was_renamed(message: RelationMessage, now: Sequence[tuple[str, int, bool]]) -> bool:
+class _ColumnNow(NamedTuple):
+    """A column of a table as it is by now."""
+
+    name: str
+    type_oid: int
+    is_key: bool
+    may_be_unpublished: bool
+    is_same_table: bool
+    is_plain: bool  # the same table, and not partitioned
+
+
+def _was_renamed(message: RelationMessage, now: Sequence[_ColumnNow]) -> bool:
     """Whether the log's columns are the table's first ones of today, but for names that are no longer in use."""
-    known = {name for name, _, _ in now}
+    known = {column.name for column in now}
     return len(message.columns) <= len(now) and all(
-        then.type_oid == type_oid and (then.name == name or then.name not in known)
-        for then, (name, type_oid, _) in zip(message.columns, now, strict=False)
+        then.type_oid == column.type_oid and (then.name == column.name or then.name not in known)
+        for then, column in zip(message.columns, now, strict=False)
     )
 
 
+# A primary key that is DEFERRABLE, or not valid, does not keep two rows from having the same key for a while.
 _COLUMNS = """
-SELECT a.attname, a.atttypid::int8, coalesce(a.attnum = ANY ((i.indkey::int2[])[0 : i.indnkeyatts - 1]), false)
-  FROM pg_catalog.pg_attribute a
-  LEFT JOIN pg_catalog.pg_index i ON i.indrelid = a.attrelid AND i.indisprimary
- WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped
+SELECT a.attname, a.atttypid::int8, coalesce(a.attnum = ANY ((i.indkey::int2[])[0 : i.indnkeyatts - 1]), false),
+       a.attgenerated <> '' OR {listed}, rel.oid = %(oid)s, rel.oid = %(oid)s AND rel.relkind = 'r'
+  FROM pg_catalog.pg_class rel
+  JOIN pg_catalog.pg_namespace nsp ON nsp.oid = rel.relnamespace
+  JOIN pg_catalog.pg_attribute a ON a.attrelid = rel.oid AND a.attnum > 0 AND NOT a.attisdropped
+  LEFT JOIN pg_catalog.pg_index i
+    ON i.indrelid = rel.oid
+   AND CASE %(identity)s WHEN 'i' THEN i.indisreplident ELSE i.indisprimary AND i.indimmediate AND i.indisvalid END
+ WHERE rel.oid = %(oid)s
+    OR nspname = %(schema)s AND relname = %(table)s
+   AND NOT EXISTS (SELECT FROM pg_catalog.pg_class known WHERE known.oid = %(oid)s)
  ORDER BY a.attnum
 """
+
+_LISTED = """EXISTS (
+           SELECT FROM pg_catalog.pg_publication_rel
+            WHERE prrelid = rel.oid AND prattrs IS NOT NULL AND a.attnum <> ALL (prattrs::int2[]))"""
 
 _TYPES = """
 SELECT oid::int8, typname, typtype::text, typbasetype::int8,

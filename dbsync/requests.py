@@ -45,7 +45,7 @@ class Refresh:
     chunk_rows: int | None
     state: str
     part: int
-    last_key: list[str] | None
+    last_key: Any
     rows: int
     superseded: int
     chunks: int
@@ -56,6 +56,7 @@ class Refresh:
     requested_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    key_digest: str | None = None
 
     @property
     def is_over(self) -> bool:
@@ -115,10 +116,13 @@ class Requests:
         """The newest, whatever their state, the newest first."""
         return self._many("slot = %s AND kind <> 'target' ORDER BY id DESC LIMIT %s", [self._slot, most])
 
-    def first_copies(self) -> set[int]:
-        """The oids of tables whose first copy was asked for."""
-        query = sql.SQL("SELECT relation::int8 FROM {} WHERE slot = %s AND kind = 'initial'").format(self._table)
-        return {int(oid) for (oid,) in self._conn.execute(query, [self._slot]).fetchall() if oid is not None}
+    def first_copies(self) -> dict[int, str]:
+        """The oids of tables whose first copy was asked for, and what became of the latest one."""
+        query = sql.SQL(
+            "SELECT relation::int8, state FROM {} WHERE slot = %s AND kind = 'initial' AND relation IS NOT NULL"
+            " ORDER BY id"
+        ).format(self._table)
+        return {int(oid): str(state) for oid, state in self._conn.execute(query, [self._slot]).fetchall()}
 
     def target(self) -> str | None:
         """What `dbsync run` has fed from this slot, as far as anybody noted it."""
@@ -139,10 +143,14 @@ class Requests:
                 [self._slot, target],
             )
 
-    def started(self, id: int, estimated_rows: int) -> None:
+    def started(
+        self, id: int, estimated_rows: int, *, key_digest: str, part: int, last_key: tuple[str, ...] | None
+    ) -> None:
+        """It is being done, from that place on; `key_digest` tells what the place means."""
         self._update(
-            "state = 'running', started_at = coalesce(started_at, clock_timestamp()), estimated_rows = %s",
-            [estimated_rows],
+            "state = 'running', started_at = coalesce(started_at, clock_timestamp()), estimated_rows = %s,"
+            " key_digest = %s, part = %s, last_key = %s",
+            [estimated_rows, key_digest, part, _json(last_key)],
             id,
         )
 
@@ -153,7 +161,7 @@ class Requests:
         self._update(
             "part = %s, last_key = %s, rows = rows + %s, superseded = superseded + %s, voided = voided + %s,"
             " chunks = chunks + 1",
-            [part, None if last_key is None else Jsonb(list(last_key)), rows, superseded, voided],
+            [part, _json(last_key), rows, superseded, voided],
             id,
         )
 
@@ -187,3 +195,7 @@ class Requests:
         query = sql.SQL("SELECT {} FROM {} WHERE {}").format(_COLUMNS, self._table, sql.SQL(condition))
         with self._conn.cursor(row_factory=class_row(Refresh)) as cursor:
             return cursor.execute(query, values).fetchall()
+
+
+def _json(key: tuple[str, ...] | None) -> Jsonb | None:
+    return None if key is None else Jsonb(list(key))

@@ -326,7 +326,8 @@ def _select(
     if index is None or not relation.key:
         raise RefreshError(
             f"The table {target.quoted} has no key that is published.",
-            "Give it a primary key, or a replica identity, and have the publication publish its columns.",
+            "Give it a primary key (not a DEFERRABLE one), or a replica identity, and have the publication publish all"
+            " of its columns.",
         )
     missing = [name for name in relation.key_names if name not in outputs]
     if missing:
@@ -472,9 +473,7 @@ SELECT indexrelid::int8,
               WHERE attrelid = indrelid AND attnum = ANY ((indkey::int2[])[0:indnkeyatts - 1]))
   FROM pg_catalog.pg_index
  WHERE indrelid = %(oid)s
-   AND CASE %(identity)s WHEN 'i' THEN indisreplident
-                         WHEN 'd' THEN indisprimary AND indimmediate AND indisvalid
-                         ELSE indisprimary END
+   AND CASE %(identity)s WHEN 'i' THEN indisreplident ELSE indisprimary AND indimmediate AND indisvalid END
 """
 
 _COLUMNS = """

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -81,17 +81,23 @@ class WindowRows:
     """What a window has read."""
 
     id: str
-    refresh: int  # windows of one refresh never hold the same key
+    refresh: int
+    reading: int  # windows of one reading of a refresh never hold the same key
     layout: Layout
-    segments: tuple[str, ...]
+    files: tuple[str, ...]
+    segments: tuple[str, ...]  # of these, those that are part of the batch: none where a handler has got the rows
     numbers: tuple[int, ...]  # of the segments; a range without rows has none
     rows: int
     size_bytes: int
     widest_bytes: int
 
     def discard(self) -> None:
-        for segment in self.segments:
-            Path(segment).unlink(missing_ok=True)
+        for file in self.files:
+            Path(file).unlink(missing_ok=True)
+
+    def given_to_handler(self) -> WindowRows:
+        """The same for a batch that holds what a handler made of the rows."""
+        return replace(self, segments=(), numbers=())
 
 
 class Source(NamedTuple):
@@ -150,16 +156,22 @@ class Batch:
 
     @property
     def keys_are_distinct(self) -> bool:
-        """Whether no key can have been re-read twice: windows of one refresh read disjoint ranges."""
-        refreshes: dict[str, set[int]] = {}
-        for rows, _ in self.windows:
-            refreshes.setdefault(rows.layout.relation.doctype, set()).add(rows.refresh)
-        return all(len(found) == 1 for found in refreshes.values())
+        """Whether no key can have been re-read twice."""
+        return are_disjoint(rows for rows, _ in self.windows)
 
     def discard(self) -> None:
         for rows, _ in self.windows:
             rows.discard()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def are_disjoint(windows: Iterable[WindowRows]) -> bool:
+    """Whether the windows cannot have a key in common: those of one reading of a refresh read disjoint ranges."""
+    readings: dict[str, set[tuple[int, int]]] = {}
+    for rows in windows:
+        if rows.segments:
+            readings.setdefault(rows.layout.relation.doctype, set()).add((rows.refresh, rows.reading))
+    return all(len(found) == 1 for found in readings.values())
 
 
 class SegmentReader:
@@ -178,7 +190,8 @@ class SegmentReader:
         for group, end in enumerate(self._ends):
             mine = rows[(rows >= begin) & (rows < end)]
             if len(mine):
-                yield self._file.read_row_group(group, columns).take(pa.array(mine - begin))
+                found = self._file.read_row_group(group, columns)
+                yield found if len(mine) == end - begin else found.take(pa.array(mine - begin))
             begin = end
 
     def _open(self, path: str) -> None:

@@ -20,7 +20,7 @@ from psycopg import pq, sql
 
 from dbsync.config import Settings
 from dbsync.connection import connection_error, session_options
-from dbsync.errors import DbsyncError, SlotError, StreamError
+from dbsync.errors import DbsyncError, DecodeError, SlotError, StreamError
 from dbsync.lsn import LSN
 from dbsync.pgoutput import microseconds, standby_status
 
@@ -34,6 +34,7 @@ _FRAMES_A_READ = 2_000
 _HEARTBEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 60.0
 _OBJECT_IN_USE, _UNDEFINED_OBJECT, _NOT_IN_STATE = "55006", "42704", "55000"
+_NOT_IN_ENCODING, _UNTRANSLATABLE = "22021", "22P05"
 
 
 class SlotInUseError(StreamError):
@@ -55,6 +56,7 @@ class ReplicationStream:
         self._closed = threading.Event()
         self._acknowledged = LSN(0)
         self._received = LSN(0)
+        self._is_over = False
         self._heard = self._asked = time.monotonic()
         try:
             self._heartbeat_seconds = self._choose_heartbeat()
@@ -121,7 +123,7 @@ class ReplicationStream:
         frames: list[memoryview] = []
         get, take, before = self._pgconn.get_copy_data, frames.append, 0
         with self._lock, _broken_connection():
-            while len(frames) < _FRAMES_A_READ:
+            while len(frames) < _FRAMES_A_READ and not self._is_over:
                 size, data = get(1)
                 if size > 0:
                     take(data)
@@ -132,9 +134,9 @@ class ReplicationStream:
                     before = len(frames)
                     self._pgconn.consume_input()
                 else:
-                    if frames:
-                        break
-                    raise self._ended()
+                    self._is_over = True  # libpq says so once; what came before goes first
+            if self._is_over and not frames:
+                raise self._ended()
         return frames
 
     def _send(self) -> None:
@@ -174,8 +176,7 @@ class ReplicationStream:
         self._pgconn.nonblocking = 1
 
     def _refused(self, result: pq.abc.PGresult) -> DbsyncError:
-        slot = self._settings.slot
-        state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
+        slot, state = self._settings.slot, _sqlstate(result)
         words = (result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"no reason given").decode(
             "utf-8", "replace"
         )
@@ -193,15 +194,25 @@ class ReplicationStream:
             )
         return StreamError(f"PostgreSQL would not stream the slot {slot}: {words}.")
 
-    def _ended(self) -> StreamError:
+    def _ended(self) -> DbsyncError:
         result = self._pgconn.get_result()
-        words = result.get_error_message() if result is not None else ""
-        return StreamError(f"PostgreSQL ended the stream{': ' + _one_line(words) if words else ''}.")
+        words = _one_line(result.get_error_message()) if result is not None else ""
+        if result is not None and _sqlstate(result) in (_NOT_IN_ENCODING, _UNTRANSLATABLE):
+            return DecodeError(
+                f"PostgreSQL cannot give a value of the log in UTF-8: {words}.",
+                "Correct the value, then run dbsync teardown and dbsync init and copy the tables anew. A database of"
+                " encoding SQL_ASCII takes such values: make it one of UTF8.",
+            )
+        return StreamError(f"PostgreSQL ended the stream{': ' + words if words else ''}.")
 
 
 def sent_seconds_after(frame: memoryview, at: datetime) -> float:
     """How long after `at` PostgreSQL sent this XLogData, by PostgreSQL's own clock."""
     return (int.from_bytes(frame[17:HEADER_BYTES], "big") - microseconds(at)) / 1e6
+
+
+def _sqlstate(result: pq.abc.PGresult) -> str:
+    return (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
@@ -26,11 +26,11 @@ from dbsync.batcher import Batcher, BatchInfo
 from dbsync.batcher.shaped import shaped
 from dbsync.batcher.urls import open_target
 from dbsync.board import WindowBoard
-from dbsync.completion import Completion
+from dbsync.completion import Completion, SourceLostError
 from dbsync.config import Settings
 from dbsync.connection import Connection, connect
 from dbsync.dispatch import MESSAGE_PREFIX, Dispatch, HandlerDispatch, dispatch_for, hears_messages, mirrors
-from dbsync.errors import DbsyncError, HandlerError, RefreshError, SlotError, StreamError
+from dbsync.errors import DbsyncError, HandlerError, RefreshError, SetupError, SlotError, StreamError
 from dbsync.handler import MessageHandler, MirrorHandler
 from dbsync.keyless import Keyless
 from dbsync.lsn import LSN
@@ -41,7 +41,7 @@ from dbsync.relation import Catalog
 from dbsync.requests import CANCELLED, FAILED, RefreshResult, Requests
 from dbsync.spark import find_java, session, why_spark_ended
 from dbsync.spool import Batch, BatchWriter, Spool
-from dbsync.statement import bind
+from dbsync.statement import bind, words_of
 from dbsync.stream import KEEPALIVE, ReplicationStream, sent_seconds_after
 from dbsync.targeturl import is_same, recalled
 from dbsync.window import Snapshot
@@ -60,6 +60,7 @@ _BEHIND_SECONDS = 1.0  # between a commit and its being sent, from which on thro
 _COMING_SECONDS = 0.05  # since something was read, as long as more is expected at once
 _CATCH_UP_SECONDS = 3.0  # a batch takes at the most meanwhile
 _MOST_UNSEEN = 10_000  # commits to remember before looking which of them everybody sees
+_MOST_CHUNK_ROWS = 2**31 - 1  # the refresh table's column holds no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class Syncer:
         self._dispatch: Dispatch | None = None
         self._watcher: Connection | None = None
         self._held_since = 0.0
+        self._many_unseen = _MOST_UNSEEN
         self._wal_end = LSN(0)
         self._quiet_since = 0.0
         self._behind_seconds = 0.0
@@ -155,11 +157,11 @@ class Syncer:
         self._board = WindowBoard()
         self._target = shaped(self.batcher, self.settings)
         self._progress = Progress(applied=self._target_position())
-        if self.feeds:
-            self._note_target(self.feeds)
         if self._stopping.is_set():  # while the target was waited for
             self._progress.finish()
             return
+        if self.feeds:
+            self._note_target(self.feeds)
         self._refresher = Refresher(
             self.settings, self._board, self._spool, self._session, self._streaming, self._stopping
         )
@@ -209,6 +211,7 @@ class Syncer:
         self, query: str, *, params: Sequence[Any] | Mapping[str, Any] | None = None, chunk_rows: int | None = None
     ) -> RefreshResult:
         """Re-read what the SELECT gives while writes go on; returns when it is in the target."""
+        _check_chunk_rows(chunk_rows)
         statement = bind(query, params)
         with self._sql() as conn:
             selection.understand(conn, self.settings, statement)
@@ -218,10 +221,14 @@ class Syncer:
         with self._sql() as conn:
             requests = Requests(conn, self.settings)
             id = requests.submit(query, None if params is None else json.loads(statement.to_json()), chunk_rows)
-            return self._wait_for_refresh(requests, id)
+        return self._wait_for_refresh(id)
 
     def pause(self) -> None:
-        """Stop reading the log; what was read is still applied. The connection is kept."""
+        """Stop reading the log. What was read is still applied and acknowledged, and the connection is kept.
+
+        A transaction of which only a part was read, or a chunk that is being re-read, waits with what was read since.
+        `drain` and `refresh` need the log, and so return after `resume` at the earliest.
+        """
         self._resumed.clear()
 
     def resume(self) -> None:
@@ -334,10 +341,15 @@ class Syncer:
         )
         dispatch.continue_in(self._new_writer())
         self._streaming.set()
+        frames: list[memoryview] = []
         try:
             while not self._stopping.is_set():
-                self._resumed.wait()
-                self._read_some(stream, dispatch)
+                if self._resumed.wait(_IDLE_SECONDS):
+                    frames = frames or stream.read(self._patience(dispatch))
+                # What arrives after `pause` waits, though somebody was just waiting for it.
+                if self._resumed.is_set():
+                    self._take(stream, dispatch, frames)
+                    frames = []
                 self._hand_over_if_due(dispatch)
                 self._move_on_when_idle(dispatch)
                 self._acknowledge(stream)
@@ -351,9 +363,10 @@ class Syncer:
             self._dispatch = None
             stream.close()
 
-    def _read_some(self, stream: ReplicationStream, dispatch: Dispatch) -> None:
-        patience = _BUSY_SECONDS if dispatch.writer.events and not dispatch.open else _IDLE_SECONDS
-        frames = stream.read(patience)
+    def _patience(self, dispatch: Dispatch) -> float:
+        return _BUSY_SECONDS if dispatch.writer.events and not dispatch.open else _IDLE_SECONDS
+
+    def _take(self, stream: ReplicationStream, dispatch: Dispatch, frames: list[memoryview]) -> None:
         at = 0
         while at < len(frames):
             begin, at = at, dispatch.take_rows(frames, at)
@@ -437,9 +450,11 @@ class Syncer:
         due = applied > stream.acknowledged and (
             applied > self._progress.held or now > self._held_since + _HELD_SECONDS
         )
-        if not due and self._board.unseen < _MOST_UNSEEN:
+        if not due and self._board.unseen < self._many_unseen:
             return
         hold = self._board.prune(self._snapshot)
+        # Where many have to stay, looking at all of them again pays only when there are a good many more.
+        self._many_unseen = max(_MOST_UNSEEN, 2 * self._board.unseen)
         if hold is not None and hold < applied:
             self._held_since, self._progress.held = now, applied
         stream.acknowledge(min(applied, applied if hold is None else hold))
@@ -474,9 +489,16 @@ class Syncer:
 
     def _apply_with_retries(self, spark: SparkSession, batch: Batch) -> None:
         backoff = Backoff(self._stopping, self.settings.retry_seconds)
+        lost = Backoff(self._stopping, self.settings.retry_seconds, _LONGEST_PAUSE_SECONDS)
         while True:
             try:
                 return self._apply(spark, batch)
+            except SourceLostError as error:
+                # It is waited for as long as it takes, here as by the thread that reads.
+                if self._stopping.is_set():
+                    raise
+                logger.warning("%s Trying batch %d again in %.1f s.", error, batch.number, lost.next_seconds)
+                lost.pause()
             except DbsyncError as error:
                 if not error.retryable or backoff.tries >= self.settings.retries or self._stopping.is_set():
                     raise
@@ -573,13 +595,19 @@ class Syncer:
 
     @contextmanager
     def _sql(self) -> Iterator[Connection]:
-        """A connection for a few statements; one that breaks meanwhile is an error of ours."""
+        """A connection for a few statements; what PostgreSQL says against them is an error of ours."""
         try:
             with self._connect() as conn:
                 yield conn
+        except psycopg.OperationalError as error:
+            raise StreamError(f"The connection to PostgreSQL broke: {words_of(error)}.", "Try again.") from error
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise SetupError(
+                f"The role may not do what dbsync needs: {words_of(error)}.",
+                "dbsync check says what is missing.",
+            ) from error
         except psycopg.Error as error:
-            words = error.diag.message_primary or str(error).partition("\n")[0]
-            raise StreamError(f"The connection to PostgreSQL broke: {words}.", "Try again.") from error
+            raise DbsyncError(f"PostgreSQL refused a statement of dbsync's: {words_of(error)}.") from error
 
     def _target_position(self) -> LSN:
         with self._sql() as conn:
@@ -595,6 +623,22 @@ class Syncer:
                 "The target was fed from another server, or the source was restored: copy into an empty target.",
             )
         return LSN(position)
+
+    def _position_with_retries(self) -> LSN | None:
+        """A target that is away at the start is waited for like one that goes away later; None too when stopped."""
+        backoff = Backoff(self._stopping, self.settings.retry_seconds)
+        while not self._stopping.is_set():
+            try:
+                position: LSN | None = compact.call(self._target.position)
+                return position
+            except DbsyncError as error:
+                if self._stopping.is_set():
+                    break
+                if not error.retryable or backoff.tries >= self.settings.retries:
+                    raise
+                logger.warning("%s Trying again in %.1f s.", error, backoff.next_seconds)
+                backoff.pause()
+        return None
 
     def _note_target(self, target: str) -> None:
         with self._sql() as conn:
@@ -624,37 +668,35 @@ class Syncer:
                 time.sleep(0.01)
         self._raise_failure()
 
-    def _position_with_retries(self) -> LSN | None:
-        """A target that is away at the start is waited for like one that goes away later; None too when stopped."""
-        backoff = Backoff(self._stopping, self.settings.retry_seconds)
-        while not self._stopping.is_set():
-            try:
-                position: LSN | None = compact.call(self._target.position)
-                return position
-            except DbsyncError as error:
-                if self._stopping.is_set():
-                    break
-                if not error.retryable or backoff.tries >= self.settings.retries:
-                    raise
-                logger.warning("%s Trying again in %.1f s.", error, backoff.next_seconds)
-                backoff.pause()
-        return None
-
-    def _wait_for_refresh(self, requests: Requests, id: int) -> RefreshResult:
+    def _wait_for_refresh(self, id: int) -> RefreshResult:
+        """Until it is over, however often the connection breaks meanwhile: the refresh goes on after that as well."""
         assert self._refresher
         self._refresher.asked.set()
+        pause = 0.1
+        while True:
+            try:
+                with closing(self._connect()) as conn:
+                    return self._result(Requests(conn, self.settings), id)
+            except (psycopg.OperationalError, StreamError) as error:
+                self._check_running(id)
+                logger.debug("refresh %d is not seen for now: %s", id, error)
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+
+    def _result(self, requests: Requests, id: int) -> RefreshResult:
         while (found := requests.get(id)) is not None and not found.is_over:
-            self._raise_failure()
-            if not self.running:
-                raise RefreshError(
-                    f"dbsync was stopped before refresh {id} was done.", "The next start goes on with it."
-                )
+            self._check_running(id)
             time.sleep(0.02)
         if found is None or found.state == CANCELLED:
             raise RefreshError(f"Refresh {id} was cancelled.")
         if found.state == FAILED:
             raise RefreshError(found.message or f"Refresh {id} failed.")
         return found.result
+
+    def _check_running(self, id: int) -> None:
+        self._raise_failure()
+        if not self.running:
+            raise RefreshError(f"dbsync was stopped before refresh {id} was done.", "The next start goes on with it.")
 
     def _marking(self, name: str) -> HandlerDispatch:
         if isinstance(self._dispatch, HandlerDispatch):
@@ -680,6 +722,14 @@ class Syncer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _check_chunk_rows(chunk_rows: object) -> None:
+    if chunk_rows is None or (type(chunk_rows) is int and 0 < chunk_rows <= _MOST_CHUNK_ROWS):
+        return
+    raise RefreshError(
+        f"chunk_rows={chunk_rows!r} cannot be used.", f"Pass a whole number from 1 to {_MOST_CHUNK_ROWS:,}, or None."
+    )
 
 
 def _write_message(conn: Connection) -> LSN:

@@ -315,6 +315,7 @@ _BUILTIN_TYPES: tuple[tuple[int, int, str], ...] = (
 
 # The arrays of the other built-in types (network, geometric, range, text search, reg* and so on): lists of text.
 _TEXT_ARRAYS = (
+    *(210, 270, 272, 273),  # rows of pg_type, pg_attribute, pg_proc and pg_class
     *(143, 271, 629, 651, 719, 775, 791, 1006, 1008, 1010, 1011, 1012, 1013, 1017, 1018, 1019, 1027, 1034, 1040, 1041),
     *(1561, 1563, 2201, 2207, 2208, 2209, 2210, 2211, 2949, 3221, 3643, 3644, 3645, 3735, 3770, 3905, 3907, 3909),
     *(3911, 3913, 3927, 4073, 4090, 4097, 4192, 5039, 6150, 6151, 6152, 6153, 6155, 6157),

@@ -11,7 +11,10 @@ nothing can have made them stale or incomplete:
   after a restart they come again and the memory needs no storage.
 - The table was not rewritten, truncated or altered meanwhile; whoever reads says so with `void`.
 
-Everything else is void, is thrown away, and is read again. Nothing here does I/O or knows the time.
+Everything else is void, is thrown away, and is read again. Rows that a batch has already cannot be taken out of it.
+They are right where they stand, but once they are read again the same keys come twice: `Window.reading` tells.
+
+Nothing here does I/O or knows the time. What was read and is of no more use is `dropped`, for whoever can delete it.
 """
 
 from __future__ import annotations
@@ -77,13 +80,13 @@ class Unseen:
     def remember(self, commit: Commit) -> None:
         self._commits[commit.xid] = commit
 
-    def prune(self, now: Snapshot, pinned: Iterable[Snapshot]) -> None:
-        """Forget what is visible now and was to every snapshot that rows have been read under but not yet released."""
-        snapshots = [now, *pinned]
+    def prune(self, now: Snapshot, waiting: Iterable[Window]) -> None:
+        """Forget what is visible now, but for what a window that waits to be released was read without."""
+        windows = list(waiting)
         self._commits = {
             xid: commit
             for xid, commit in self._commits.items()
-            if not all(commit.seen_by(snapshot) for snapshot in snapshots)
+            if not commit.seen_by(now) or any(window.lacks(commit) for window in windows)
         }
 
     def hidden_from(self, snapshot: Snapshot, relation: int, before: LSN) -> Commit | None:
@@ -120,6 +123,17 @@ class Window:
     reason: str | None = None  # why it is void
     is_read: bool = False
     superseded: int = 0  # rows that lost to a newer change
+    reading: int = 0  # windows of one refresh and one reading never hold the same key
+    is_placed: bool = False  # a batch has its rows
+
+    def lacks(self, commit: Commit) -> bool:
+        """Whether its rows may have to be thrown away for this commit's sake.
+
+        One behind the low mark never voids it; where that mark is not read yet, all there are may stand before it.
+        """
+        if self.snapshot is None or self.relation not in commit.relations:
+            return False
+        return (self.low is None or commit.lsn < self.low[0]) and not commit.seen_by(self.snapshot)
 
 
 @dataclass(slots=True)
@@ -127,11 +141,14 @@ class Windows:
     """All windows that are on their way, fed with marks and commits in log order."""
 
     unseen: Unseen = field(default_factory=Unseen)
+    dropped: list[Any] = field(default_factory=list)  # contents that nobody needs any more
     _windows: dict[str, Window] = field(default_factory=dict)
+    _left: dict[str, Any] = field(default_factory=dict)  # contents that only a batch still needs
+    _reading: int = 0
 
     def expect(self, id: str, relation: int) -> Window:
         """Before the low mark is written."""
-        window = self._windows[id] = Window(id, relation)
+        window = self._windows[id] = Window(id, relation, reading=self._reading)
         return window
 
     def see(self, id: str, snapshot: Snapshot) -> None:
@@ -143,15 +160,23 @@ class Windows:
         window = self._windows[id]
         window.content = content
         window.is_read = True
+        if window.state is State.VOID:
+            self._let_go(window)
+
+    def place(self, window: Window) -> Any:
+        """A batch gets the rows; it keeps them, whatever becomes of the window."""
+        window.is_placed = True
+        return window.content
 
     def void(self, id: str, reason: str) -> None:
         """What was read does not count."""
         if window := self._windows.get(id):
             self._void(window, reason)
 
-    def forget(self, id: str) -> Window | None:
+    def forget(self, id: str) -> None:
         """Nobody waits for the window any more; its marks are foreign from now on."""
-        return self._windows.pop(id, None)
+        if window := self._windows.pop(id, None):
+            self._let_go(window)
 
     def mark(self, id: str, mark: str, position: tuple[int, int]) -> Window | None:
         """A mark stands in the log: the window it belongs to, with its state after that; None for a foreign mark."""
@@ -178,19 +203,24 @@ class Windows:
             self.unseen.remember(commit)
 
     def prune(self, now: Snapshot) -> None:
-        self.unseen.prune(now, [window.snapshot for window in self._unsettled() if window.snapshot])
+        self.unseen.prune(now, self._unsettled())
 
     def applied(self, superseded: Mapping[str, int]) -> None:
         """The batch with these windows is in the target; of each, so many rows lost to a newer change."""
         for id, rows in superseded.items():
+            self._left.pop(id, None)
             if (window := self._windows.get(id)) and window.state is State.RELEASED:
-                window.state, window.superseded = State.APPLIED, rows
+                window.state, window.superseded, window.content = State.APPLIED, rows, None
 
     def replay(self) -> None:
-        """The log is read again from what was acknowledged: marks that were read and not applied come once more."""
+        """The log is read again from what was acknowledged: marks that were read and not applied come once more.
+
+        No batch is left by then that could have rows of a window.
+        """
         for window in self._unsettled():
-            if window.state in (State.OPEN, State.RELEASED):
-                window.state, window.low = State.EXPECTED, None
+            window.state, window.low, window.is_placed = State.EXPECTED, None, False
+        self.dropped += self._left.values()
+        self._left.clear()
 
     def check(self, window: Window) -> bool:
         """Whether the rows of a window that was read count: no commit before its low mark is hidden from them."""
@@ -220,9 +250,21 @@ class Windows:
             return self._void(window, "its high mark came before it was read")
         if self.check(window):
             window.state = State.RELEASED
+            self.place(window)
         return None
 
     def _void(self, window: Window, reason: str) -> None:
         window.state = State.VOID
         window.reason = window.reason or reason
+        self._let_go(window)
+
+    def _let_go(self, window: Window) -> None:
+        """Nobody asks the window for its rows any more. Those a batch has may be read again beside themselves."""
+        if window.content is None:
+            return
+        if window.is_placed:
+            self._left[window.id] = window.content
+            self._reading += 1
+        else:
+            self.dropped.append(window.content)
         window.content = None

@@ -19,6 +19,7 @@ CREATE TABLE {schema}.{refresh_table} (
                                     CHECK (state IN ('queued', 'running', 'done', 'failed', 'cancelled')),
     part           integer          NOT NULL DEFAULT 0,
     last_key       jsonb,
+    key_digest     text,
     rows           bigint           NOT NULL DEFAULT 0,
     superseded     bigint           NOT NULL DEFAULT 0,
     chunks         bigint           NOT NULL DEFAULT 0,
@@ -41,6 +42,7 @@ COMMENT ON COLUMN {schema}.{refresh_table}.relation IS 'of a first copy: the tab
 COMMENT ON COLUMN {schema}.{refresh_table}.params IS 'the values for the placeholders in the query';
 COMMENT ON COLUMN {schema}.{refresh_table}.part IS 'of a query over several published tables (partitions): which one it is at';
 COMMENT ON COLUMN {schema}.{refresh_table}.last_key IS 'the last key whose rows are in the target, as texts';
+COMMENT ON COLUMN {schema}.{refresh_table}.key_digest IS 'tells which tables and keys part and last_key are of: when these are others, the refresh starts over';
 COMMENT ON COLUMN {schema}.{refresh_table}.rows IS 'rows that were re-read and are in the target';
 COMMENT ON COLUMN {schema}.{refresh_table}.superseded IS 'of these, how many a newer change had overtaken';
 COMMENT ON COLUMN {schema}.{refresh_table}.voided IS 'windows that had to be read again';

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 from dbsync import values
-from dbsync.relation import FIRST_NORMAL_OID, Column
+from dbsync.relation import FIRST_GENBKI_OID, Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ TIMESTAMPTZ = PgType(1184, -1, "timestamp with time zone")
 
 def type_here(column: Column) -> tuple[int, int]:
     """The type for a column of the source: its oid and modifier."""
-    if column.type_oid < FIRST_NORMAL_OID and column.type_oid not in _OF_ONE_DATABASE:
+    if column.type_oid < FIRST_GENBKI_OID and column.type_oid not in _OF_ONE_DATABASE:
         return column.type_oid, column.type_modifier
     return _by_spec(column.spec), -1
 

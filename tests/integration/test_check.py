@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from fix_postgres import Database
+from fix_postgres import Database, Server, fresh_database
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -146,6 +146,62 @@ def test_a_table_without_a_key_is_told_even_with_a_full_identity(settings: Setti
     line = found(settings, "key")
     assert line.level == "warn"
     assert line.fix == 'ALTER TABLE "public"."keyless" ADD PRIMARY KEY (…);'
+
+
+def test_a_key_that_rows_may_share_is_told(settings: Settings, database: Database) -> None:
+    database.execute('CREATE TABLE late (id int CONSTRAINT "A key" PRIMARY KEY DEFERRABLE)')
+    publish(database, "ALTER PUBLICATION {} ADD TABLE late", settings)
+    assert found(settings, "replica identity").level == "fail"
+    database.execute("ALTER TABLE late REPLICA IDENTITY FULL")
+    line = found(settings, "key")
+    assert (line.level, "DEFERRABLE" in line.detail) == ("warn", True)
+    assert line.fix == 'ALTER TABLE "public"."late" DROP CONSTRAINT "A key", ADD PRIMARY KEY (…);'
+    database.execute(line.fix.replace("…", "id"))
+    assert found(settings, "key").level == "ok"
+
+
+def test_a_key_that_is_not_published_whole_is_told(settings: Settings, database: Database) -> None:
+    database.execute(
+        """CREATE TABLE made (a int, g int GENERATED ALWAYS AS (a + 1) STORED, PRIMARY KEY (a, g));
+        CREATE TABLE fine (a int, b int, g int GENERATED ALWAYS AS (a + 1) STORED, PRIMARY KEY (a))"""
+    )
+    publish(database, "ALTER PUBLICATION {} ADD TABLE made, fine", settings)
+    lines = [line for line in run_checks(settings) if line.name == "key"]
+    assert [line.level for line in lines] == ["ok", "warn"]
+    assert '"public"."made" has a key whose columns are not all published' in lines[1].detail
+
+
+@pytest.mark.pg(">= 15")
+def test_a_key_that_a_column_list_cuts_is_told(settings: Settings, database: Database) -> None:
+    database.execute("CREATE TABLE pairs (a int, b int, v text, PRIMARY KEY (a, b))")
+    publish(database, "ALTER PUBLICATION {} ADD TABLE pairs (a, v)", settings)
+    line = found(settings, "key")
+    assert (line.level, "not all published" in line.detail) == ("warn", True)
+    database.execute(str(line.fix).replace("…", "a, b"))
+    assert found(settings, "key").level == "ok"
+
+
+def test_a_partition_that_does_not_log_its_roots_key_is_told(settings: Settings, database: Database) -> None:
+    database.execute(
+        """CREATE TABLE parts (id int PRIMARY KEY, a int NOT NULL) PARTITION BY RANGE (id);
+        CREATE TABLE "Part 1" PARTITION OF parts FOR VALUES FROM (0) TO (10);
+        CREATE TABLE part2 PARTITION OF parts FOR VALUES FROM (10) TO (20);
+        CREATE UNIQUE INDEX by_a ON "Part 1" (a)"""
+    )
+    publish(database, "ALTER PUBLICATION {} ADD TABLE parts", settings)
+    publish(database, "ALTER PUBLICATION {} SET (publish_via_partition_root)", settings)
+    assert "partitions" not in {line.name for line in run_checks(settings)}
+    database.execute('ALTER TABLE "Part 1" REPLICA IDENTITY USING INDEX by_a')
+    line = found(settings, "partitions")
+    assert line.level == "warn"
+    assert line.detail.startswith('"public"."parts" has a key that the replica identity of public."Part 1" lacks')
+    database.execute(str(line.fix))
+    assert "partitions" not in {line.name for line in run_checks(settings)}
+
+
+def test_an_encoding_that_holds_anything_is_told(postgres: Server) -> None:
+    with fresh_database(postgres, encoding="SQL_ASCII") as database:
+        assert found(database.settings(), "encoding").level == "warn"
 
 
 def test_a_role_without_rights_gets_every_statement_and_then_may(settings: Settings, database: Database) -> None:

@@ -17,7 +17,7 @@ import duckdb
 import psycopg
 import pytest
 from commands import COMMAND, SECRET, WAIT_SECONDS, dbsync, environ, publish, refused, running, until
-from fix_postgres import Database
+from fix_postgres import Database, fresh_database, new_server
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -223,6 +223,22 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self._thread.join(WAIT_SECONDS)
         os.close(self._descriptor)
+
+
+def test_who_watches_waits_for_a_postgresql_that_restarts() -> None:
+    with new_server() as server, fresh_database(server) as shop:
+        publish(shop)
+        shop.execute("INSERT INTO orders SELECT i, 'note ' || i FROM generate_series(1, 300) AS i")
+        assert dbsync(shop, "init").returncode == 0
+        with running(shop) as process:
+            until(lambda: is_read(shop))
+            with held(process), watching(shop) as (watcher, told):
+                server.restart("immediate")  # otherwise it waits for the dbsync that is held to hear of its end
+                until(lambda: told.has("waiting until it is back") or watcher.poll() is not None)
+                process.send_signal(signal.SIGCONT)
+                assert watcher.wait(WAIT_SECONDS) == 0, told.finish()
+                assert watcher.stdout is not None
+                assert watcher.stdout.read().startswith(f"refresh {newest(shop)}: 300 rows")
 
 
 def test_with_no_dbsync_running_it_does_the_work(full_shop: Database) -> None:

@@ -265,6 +265,33 @@ def test_setup_makes_everything_and_may_be_called_again(settings: Settings, data
     assert state.held_bytes >= state.lag_bytes >= 0
 
 
+def test_a_slot_that_is_new_never_finds_tables_that_count_as_copied(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot is gone, and setup is killed right after it has made it anew."""
+
+    def killed_after(conn: psycopg.Connection[Any], settings: Settings, name: str) -> None:
+        run(conn, settings, name)
+        if name == "create_slot.sql":
+            raise KeyboardInterrupt
+
+    with connect(settings) as conn:
+        control.setup(conn, settings)
+        conn.execute(
+            "INSERT INTO dbsync_ctrl.dbsync_refreshes (slot, kind, relation, query, state)"
+            " VALUES (%s, 'initial', 'public.orders'::regclass, 'SELECT * FROM orders', 'done')",
+            [settings.slot],
+        )
+        drop_slot(database, settings.slot)
+        run = control._run
+        monkeypatch.setattr(control, "_run", killed_after)
+        with pytest.raises(KeyboardInterrupt):
+            control.setup(conn, settings)
+        monkeypatch.undo()
+        control.setup(conn, settings)
+    assert database.rows("SELECT query FROM dbsync_ctrl.dbsync_refreshes") == []
+
+
 def test_marks_come_through_the_slot(settings: Settings, database: Database) -> None:
     setup(settings)
     table = sql.Identifier(settings.ctrl_namespace, settings.wm_table)

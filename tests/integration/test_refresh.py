@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import psycopg
 import pytest
-from fix_postgres import Database, fresh_database, new_server
+from fix_postgres import Database
 from pyspark.sql import SparkSession
-from recording import RecordingBatcher, SqliteBatcher
+from recording import RecordingBatcher
+from refreshing import (
+    before_a_read,
+    documents,
+    hanging_commit,
+    in_background,
+    require_standby,
+    wait_for,
+)
 
 import dbsync.refresh
 from dbsync import DbsyncError, MessageHandler, RefreshResult, Syncer
@@ -28,47 +29,6 @@ from dbsync.errors import RefreshError
 from dbsync.handler import Change
 from dbsync.relation import Relation
 from dbsync.requests import Requests
-
-PATIENCE_SECONDS = 180
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
-def in_background(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Start work in a thread; what is returned waits for its result."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
-    thread.start()
-
-    def result() -> Any:
-        thread.join(PATIENCE_SECONDS)
-        assert results, "it did not come to an end"
-        return results[0]
-
-    return result
-
-
-def documents(database: Database, table: str, key: str = "id") -> dict[str, dict[str, Any]]:
-    with database.connect() as conn:
-        cursor = conn.execute(f"SELECT * FROM {table}")
-        names = [column.name for column in cursor.description or ()]
-        rows = [dict(zip(names, row, strict=True)) for row in cursor]
-    return {str(row[key]): row for row in rows}
-
-
-@pytest.fixture
-def items(database: Database) -> Database:
-    database.execute("CREATE TABLE items (id int PRIMARY KEY, name text, note text)")
-    database.execute("INSERT INTO items SELECT g, 'old', 'n' || g FROM generate_series(1, 100) AS g")
-    database.execute("CREATE TABLE others (id int PRIMARY KEY, name text)")
-    database.execute("INSERT INTO others SELECT g, 'old' FROM generate_series(1, 10) AS g")
-    database.execute("CREATE PUBLICATION dbsync_mypub FOR TABLE items, others")
-    return database
 
 
 def test_rows_that_nobody_changed_arrive_and_the_marks_are_gone(items: Database, spark: SparkSession) -> None:
@@ -126,49 +86,8 @@ def test_a_change_inside_the_window_wins_and_is_counted(
     }
 
 
-@contextmanager
-def hanging_commit(server: EmbeddedPostgres, database: Database, statement: str) -> Iterator[None]:
-    """A transaction that is in the log and not visible: it waits for a standby that does not exist."""
-    waiting = psycopg.connect(database.dsn, autocommit=True)
-    waiting.execute("SET synchronous_commit = on")
-    pid = waiting.info.backend_pid
-    thread = threading.Thread(target=lambda: waiting.execute(statement), daemon=True)
-    thread.start()
-    try:
-        wait_for(
-            lambda: database.rows("SELECT 1 FROM pg_stat_activity WHERE pid = %s AND wait_event = 'SyncRep'", [pid])
-        )
-        yield
-    finally:
-        with psycopg.connect(server.dsn(), autocommit=True) as admin:
-            admin.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
-            admin.execute("SELECT pg_reload_conf()")
-        thread.join(PATIENCE_SECONDS)
-        waiting.close()
-
-
-@pytest.fixture
-def standbyless() -> Iterator[tuple[EmbeddedPostgres, Database]]:
-    """A server of its own on which commits wait for a standby that does not exist, but for those that do not ask."""
-    with new_server(synchronous_commit="local") as server, fresh_database(server) as database:
-        database.execute("CREATE TABLE items (id int PRIMARY KEY, name text)")
-        database.execute("INSERT INTO items VALUES (1, 'old'), (2, 'old')")
-        database.execute("CREATE TABLE others (id int PRIMARY KEY, name text)")
-        database.execute("INSERT INTO others VALUES (1, 'old')")
-        database.execute("CREATE PUBLICATION dbsync_mypub FOR TABLE items, others")
-        yield server, database
-
-
-def require_standby(server: EmbeddedPostgres) -> None:
-    with psycopg.connect(server.dsn(), autocommit=True) as admin:
-        admin.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
-        admin.execute("SELECT pg_reload_conf()")
-        wait_for(lambda: admin.execute("SHOW synchronous_standby_names").fetchone() == ("nobody",))
-
-
-@pytest.mark.parametrize("restarted", [False, True], ids=["in one run", "killed in between"])
 def test_a_commit_that_is_in_the_log_and_not_yet_visible_is_not_lost(
-    standbyless: tuple[EmbeddedPostgres, Database], spark: SparkSession, restarted: bool
+    standbyless: tuple[EmbeddedPostgres, Database], spark: SparkSession
 ) -> None:
     server, database = standbyless
     target = RecordingBatcher()
@@ -178,10 +97,6 @@ def test_a_commit_that_is_in_the_log_and_not_yet_visible_is_not_lost(
     with hanging_commit(server, database, "UPDATE items SET name = 'new' WHERE id = 1"):
         syncer.start()
         wait_for(lambda: target.upserts("public.items"))  # the change is in the log, and applied
-        if restarted:
-            syncer.stop()
-            syncer = Syncer(database.settings(), batcher=target, spark=spark)
-            syncer.start()
         refreshing = in_background(lambda: syncer.refresh("SELECT * FROM items"))
         # A refresh of another table does not have to wait for it.
         assert syncer.refresh("SELECT * FROM others").rows == 1
@@ -225,18 +140,6 @@ def test_a_table_that_looks_empty_to_the_snapshot_is_read_again(
     assert result.rows == len(documents(items, "items"))
     assert target.documents["public.items"] == documents(items, "items")
     assert "was rewritten, truncated or altered meanwhile" in caplog.text
-
-
-def before_a_read(monkeypatch: pytest.MonkeyPatch, nth: int, work: Callable[[], None]) -> None:
-    """Do something when that chunk's snapshot is taken and its rows are not read yet."""
-    read_ranges, reads = dbsync.refresh.read_ranges, itertools.count(1)
-
-    def work_first(*args: Any) -> Any:
-        if next(reads) == nth:
-            work()
-        return read_ranges(*args)
-
-    monkeypatch.setattr(dbsync.refresh, "read_ranges", work_first)
 
 
 # What is altered, before which chunk is read, and by which column the documents are told apart then. Rows read before
@@ -428,63 +331,6 @@ def test_the_first_copy_is_made_once_and_tables_added_later_get_theirs(items: Da
         wait_for(lambda: not items.rows("SELECT 1 FROM dbsync_ctrl.dbsync_refreshes WHERE finished_at IS NULL"))
     assert items.rows("SELECT count(*) FROM dbsync_ctrl.dbsync_refreshes WHERE kind = 'initial'") == [(3,)]
     assert not target.upserts("public.items")
-
-
-PROGRAM = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from recording import SqliteBatcher
-from dbsync import Settings, Syncer
-settings = Settings(**json.loads(sys.argv[2]))
-with Syncer(settings, batcher=SqliteBatcher(Path(sys.argv[3]))) as syncer:
-    if sys.argv[4] == "refresh":
-        syncer.refresh("SELECT * FROM items")
-    else:
-        import time
-        while True:
-            time.sleep(1)
-"""
-
-
-def test_after_a_kill_the_refresh_goes_on_at_the_chunk_that_was_not_applied(
-    items: Database, tmp_path: Any, request: pytest.FixtureRequest
-) -> None:
-    items.execute("INSERT INTO items SELECT g, 'old', 'n' || g FROM generate_series(101, 1500) AS g")
-    target = SqliteBatcher(tmp_path / "target.db")
-    settings = {"dsn": items.dsn, "slot": items.slot, "chunk_rows": 100, "spark_master": "local[1]"}
-    tests = str(request.config.rootpath / "tests")
-
-    def start(what: str) -> subprocess.Popen[bytes]:
-        arguments = [tests, json.dumps(settings), str(target.path), what]
-        return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
-
-    def progress() -> tuple[str, int, list[str] | None]:
-        found = items.rows("SELECT state, chunks, last_key FROM dbsync_ctrl.dbsync_refreshes")
-        return found[0] if found else ("", 0, None)
-
-    first = start("refresh")
-    try:
-        there = "SELECT 1 WHERE to_regclass('dbsync_ctrl.dbsync_refreshes') IS NOT NULL"
-        wait_for(lambda: items.rows(there) and progress()[1] >= 2)
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-    state, chunks, last_key = progress()
-    assert state == "running"
-    assert 2 <= chunks < 15
-    with target.open() as db:
-        db.execute("DELETE FROM calls")
-    second = start("run")
-    try:
-        wait_for(lambda: progress()[0] == "done")
-    finally:
-        second.terminate()
-        second.wait(PATIENCE_SECONDS)
-    again = {int(id) for _, _, ids in target.calls() for id in ids}
-    assert last_key is not None
-    assert min(again) > int(last_key[0])  # nothing before it was read a second time
-    assert set(target.documents()["public.items"]) == set(documents(items, "items"))
 
 
 def test_a_refresh_that_is_cancelled_lets_go_of_a_slow_select_at_once(items: Database, spark: SparkSession) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import psycopg
 import pytest
-from fix_postgres import Database, fresh_database, new_server
+from fix_postgres import Database, Server, fresh_database, new_server
 from pyspark.sql import SparkSession
 from recording import RecordingBatcher
 
 from dbsync import LSN, MessageHandler, Syncer
 from dbsync.embedded import EmbeddedPostgres
-from dbsync.errors import DbsyncError, SlotError
+from dbsync.errors import DbsyncError, DecodeError, SlotError
 from dbsync.stream import ReplicationStream
 
 TABLE = "CREATE TABLE t (id int PRIMARY KEY, name text); CREATE PUBLICATION dbsync_mypub FOR TABLE t"
@@ -287,6 +287,20 @@ def test_a_slot_dropped_meanwhile_ends_the_run(source: Database, spark: SparkSes
         assert "is gone" in str(told.value)
     finally:
         syncer.stop()
+
+
+def test_why_postgresql_ended_the_stream_is_told(postgres: Server, spark: SparkSession) -> None:
+    """A database of encoding SQL_ASCII takes any byte, and PostgreSQL ends the stream at what is no UTF-8."""
+    with fresh_database(postgres, encoding="SQL_ASCII") as source:
+        with source.connect(client_encoding="SQL_ASCII") as conn:
+            conn.execute(TABLE.encode())
+            syncer = Syncer(source.settings(), batcher=RecordingBatcher(), spark=spark)
+            syncer.setup()
+            conn.execute(b"INSERT INTO t SELECT g, 'x' FROM generate_series(1, 50) g")
+            conn.execute(b"INSERT INTO t VALUES (100, E'gr\\xf6\\xdfer')")
+        with pytest.raises(DecodeError, match=r"cannot give a value of the log in UTF-8: .* 0xf6") as told:
+            syncer.drain()
+        assert "SQL_ASCII" in str(told.value.hint)
 
 
 def _drop_slot(connection: psycopg.Connection[Any], slot: str) -> bool:

@@ -69,6 +69,14 @@ class Listening(MessageHandler):
         self.heard.append(("truncate", *(relation.name for relation in relations)))
 
 
+class ListeningToOrigins(Listening):
+    def handle_begin(self, msg: Any) -> None:
+        self.heard.append(("begin", msg.origin))
+
+    def handle_commit(self, msg: Any) -> None:
+        self.heard.append(("commit", msg.origin))
+
+
 class ListeningToMessages(Listening):
     def handle_message(self, msg: Any) -> None:
         self.heard.append((msg.content.decode(), msg.transactional))
@@ -83,9 +91,11 @@ def streamed(source: Database) -> int:
     return int(source.rows(found, [source.slot])[0][0])
 
 
-def heard(source: Database, spark: SparkSession, work: Any, *, messages: bool = False) -> list[Any]:
+def heard(
+    source: Database, spark: SparkSession, work: Any, *, messages: bool = False, handler: Listening | None = None
+) -> list[Any]:
     """What a handler hears of the work. Only without messages does PostgreSQL send it while it is in progress."""
-    handler = ListeningToMessages() if messages else Listening()
+    handler = handler or (ListeningToMessages() if messages else Listening())
     syncer = Syncer(source.settings(), handler=handler, batcher=RecordingBatcher(), spark=spark)
     with syncer:
         work()
@@ -137,7 +147,9 @@ def test_messages_truncates_and_prepared_transactions(source: Database, spark: S
             one.execute("TRUNCATE t, u")
         with source.connect() as two:
             for end in ("ROLLBACK PREPARED 'p'", "COMMIT PREPARED 'p'"):
-                two.execute(f"BEGIN; INSERT INTO u VALUES (1, '{end[:6]}'); PREPARE TRANSACTION 'p'")
+                two.execute(f"BEGIN; INSERT INTO u VALUES (1, '{end[:6]}'); SAVEPOINT s")
+                two.execute("INSERT INTO u SELECT g, 'gone' FROM generate_series(2, 9) AS g; ROLLBACK TO s")
+                two.execute("PREPARE TRANSACTION 'p'")
                 two.execute(end)
 
     outside, inside = ([("outside", False)], [("inside", True)]) if messages else ([], [])
@@ -146,6 +158,21 @@ def test_messages_truncates_and_prepared_transactions(source: Database, spark: S
         *("begin", ("t", 1, "a"), *inside, ("truncate", "t", "u"), "commit"),
         *("begin", ("u", 1, "COMMIT"), "commit"),
     ]
+
+
+def test_a_message_outside_a_transaction_is_heard_though_that_is_rolled_back(
+    source: Database, spark: SparkSession
+) -> None:
+    """And with whatever prefix: dbsync's own messages have one that nobody else uses."""
+
+    def work() -> None:
+        with open_transaction(source) as one:
+            one.execute("SELECT pg_catalog.pg_logical_emit_message(false, 'mine', 'outside')")
+            one.execute("SELECT pg_catalog.pg_logical_emit_message(true, 'mine', 'gone')")
+            one.rollback()
+        source.execute("SELECT pg_catalog.pg_logical_emit_message(true, 'dbsync', 'inside')")
+
+    assert heard(source, spark, work, messages=True) == [("outside", False), "begin", ("inside", True), "commit"]
 
 
 def test_a_message_rolled_back_with_its_savepoint_is_never_heard(source: Database, spark: SparkSession) -> None:
@@ -177,7 +204,11 @@ def test_a_message_the_target_already_knows_of_is_passed_over(source: Database, 
     assert handler.heard == [("new", False)]
 
 
-def test_an_origin_does_not_disturb(source: Database, spark: SparkSession) -> None:
+@pytest.mark.parametrize("in_progress", [True, False])
+def test_an_origin_is_told(source: Database, spark: SparkSession, in_progress: bool) -> None:
+    class Whole(ListeningToOrigins, ListeningToMessages):
+        """Which asks for messages, so that transactions come whole."""
+
     name = source.name
 
     def work() -> None:
@@ -187,8 +218,13 @@ def test_an_origin_does_not_disturb(source: Database, spark: SparkSession) -> No
             one.execute("INSERT INTO t VALUES (1, 'from elsewhere')")
             one.execute("SELECT pg_catalog.pg_replication_origin_session_reset()")
             one.execute("SELECT pg_catalog.pg_replication_origin_drop(%s)", [name])
+            one.execute("INSERT INTO t VALUES (2, 'from here')")
 
-    assert heard(source, spark, work) == ["begin", ("t", 1, "from elsewhere"), "commit"]
+    handler = ListeningToOrigins() if in_progress else Whole()
+    assert heard(source, spark, work, messages=not in_progress, handler=handler) == [
+        *(("begin", name), ("t", 1, "from elsewhere"), ("commit", name)),
+        *(("begin", None), ("t", 2, "from here"), ("commit", None)),
+    ]
 
 
 def test_a_mirror_follows_a_table_that_changes_inside_a_transaction(source: Database, spark: SparkSession) -> None:
@@ -258,7 +294,10 @@ def test_a_table_altered_in_a_savepoint_that_is_rolled_back(source: Database, sp
     }
 
 
-def test_what_was_prepared_before_a_stop_comes_with_its_commit(source: Database, spark: SparkSession) -> None:
+def test_what_was_prepared_before_a_stop_comes_with_its_commit(
+    source: Database, streaming_server: EmbeddedPostgres, spark: SparkSession
+) -> None:
+    """A stop of dbsync, and a restart of PostgreSQL."""
     target = RecordingBatcher()
     syncer = Syncer(source.settings(), batcher=target, spark=spark)
     syncer.setup()
@@ -266,6 +305,7 @@ def test_what_was_prepared_before_a_stop_comes_with_its_commit(source: Database,
     source.execute("INSERT INTO t VALUES (2, 'at once')")
     syncer.drain()
     assert set(target.documents["public.t"]) == {"2"}
+    streaming_server.restart("immediate")
     source.execute("COMMIT PREPARED 'stays'")
     syncer.drain()
     assert set(target.documents["public.t"]) == {"1", "2"}

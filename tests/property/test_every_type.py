@@ -18,6 +18,7 @@ from typing import Any
 from uuid import UUID
 
 import psycopg
+import pytest
 from fix_postgres import Database, Server, fresh_database
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from psycopg import sql
 from pyspark.sql import SparkSession
 from recording import RecordingBatcher
 
-from dbsync import Syncer
+from dbsync import MirrorHandler, Syncer, ahead
 
 Draw = Callable[[random.Random], str]
 
@@ -268,6 +269,8 @@ KINDS: dict[str, Kind] = {
     "int4multirange": Kind(("{}", "{[1,2],(5,)}"), multiranges(int_ranges)),
     "nummultirange": Kind(("{}", "{[1.5,2.50],(5,)}"), multiranges(int_ranges)),
     "datemultirange": Kind(("{}", "{[2000-01-01,infinity)}"), multiranges(day_ranges)),
+    "tsmultirange": Kind(("{}", '{["2000-01-01 12:00",)}'), multiranges(day_ranges)),
+    "int8multirange": Kind(("{}", "{[-9223372036854775808,9223372036854775807)}"), multiranges(int_ranges)),
     "tstzmultirange": Kind(("{}", '{("2000-01-01 12:00+05:30",]}'), multiranges(day_ranges)),
     "tsvector": Kind(("", "'a b':1A,2 'it''s':3"), in_key=False),
     "tsquery": Kind(("", "'fat' & ('rat' | 'it''s')"), in_key=False),
@@ -282,6 +285,21 @@ KINDS: dict[str, Kind] = {
     "regtype": Kind(("int4", "public.mood", "_text"), in_key=False),
     "regclass": Kind(("pg_class", "public.holder"), in_key=False),
     "regproc": Kind(("now",), in_key=False),
+    "regprocedure": Kind(("now()", "substr(text,integer)"), in_key=False),
+    "regoper": Kind(("||/",), in_key=False),
+    "regoperator": Kind(("+(integer,integer)",), in_key=False),
+    "regconfig": Kind(("english", "simple"), in_key=False),
+    "regdictionary": Kind(("english_stem", "simple"), in_key=False),
+    "regnamespace": Kind(("pg_catalog", "public"), in_key=False),
+    "regrole": Kind(("pg_monitor",), in_key=False),
+    "regcollation": Kind(('"C"',), in_key=False),
+    "aclitem": Kind(("pg_monitor=r/pg_monitor", "=r*w/pg_monitor"), in_key=False),
+    "txid_snapshot": Kind(("10:20:10,14,15",), in_key=False),
+    "information_schema.cardinal_number": Kind(("0", "2147483647"), python=int),
+    "information_schema.sql_identifier": Kind(("", "NULL", 'Ein "Name"')),
+    "information_schema.character_data": Kind(("", "NULL", "ü,{}"), in_key=False),
+    "information_schema.yes_or_no": Kind(("YES", "NO")),
+    "information_schema.time_stamp": Kind(("2000-01-01 12:00:00.12+05:30", "infinity"), python=datetime, or_text=True),
     "refcursor": Kind(("", "c"), in_key=False),
     "public.mood": Kind(("sad", 'so "so"', "größer, weiter")),
     "public.positive": Kind(("1", "2147483647"), python=int),
@@ -503,6 +521,22 @@ def compared(name: str, kind: str) -> str:
     return f"{same}, coalesce(%s, '') || ' <> ' || ROW({column})::text"
 
 
+class Decoding(MirrorHandler):
+    """A mirror that sees every row: it overrides a method."""
+
+    def handle_begin(self, msg: Any) -> None: ...
+
+
+def decoded_ahead(database: Database, spark: SparkSession) -> dict[str, dict[str, Any]]:
+    """What a handler's target holds of the whole log, its rows decoded a column at a time."""
+    target = RecordingBatcher()
+    settings = database.settings(slot=f"{database.slot}_ahead")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "_MANY", 1)
+        Syncer(settings, handler=Decoding(), batcher=target, spark=spark).drain()
+    return target.documents
+
+
 def follow(database: Database, spark: SparkSession, tables: list[Table], *steps: Callable[[Any], None]) -> None:
     """Take the steps, a batch each; then the stream's target and a target of refreshes must be the source."""
     streamed, reread = RecordingBatcher(), RecordingBatcher()
@@ -560,7 +594,12 @@ def test_every_type_and_its_array(database: Database, spark: SparkSession) -> No
     with plain(database) as conn:
         create(conn, scalars)
         create(conn, arrays)
+    Syncer(database.settings(slot=f"{database.slot}_ahead")).setup()
     follow(database, spark, [scalars, arrays], fill)
+    documents = decoded_ahead(database, spark)
+    with plain(database) as conn:
+        for table in (scalars, arrays):
+            assert_equal(conn, table, documents[f"public.{table.name}"])
 
 
 def some_arrays(name: str, kind: Kind) -> list[str]:

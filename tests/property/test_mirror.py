@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dbsync import mirror, pgoutput, values
@@ -17,6 +17,7 @@ from dbsync.relation import Column, Relation, row_id
 
 texts = st.one_of(st.sampled_from(["", "a", "ü", '"', "\\", "[1]", "日本", "😀", "NULL"]), st.text(max_size=8))
 cells = texts.map(lambda text: text.encode("utf-8", "replace"))
+anything = st.none() | st.just(UNCHANGED) | cells
 Cells = tuple[object, ...]
 
 
@@ -27,17 +28,24 @@ class Written:
     relation: Relation
     frame: bytes
 
+    @property
+    def is_keyless(self) -> bool:
+        return plain(self)[0] is None
+
 
 @st.composite
-def relations(draw: st.DrawFn, oid: int) -> Relation:
+def relations(draw: st.DrawFn, oid: int, *, may_lack_key: bool = False) -> Relation:
     width = draw(st.integers(1, 5))
     key = draw(st.sets(st.integers(0, width - 1), min_size=1, max_size=3))
     columns = tuple(Column(f"c{n}", 25, -1, values.decoder(25)) for n in range(width))
-    return Relation(oid, "public", f"t{oid}", draw(st.sampled_from("df")), columns, tuple(sorted(key)))
+    identity = draw(st.sampled_from("df"))
+    return Relation(oid, "public", f"t{oid}", identity, columns, tuple(sorted(key)), may_lack_key)
 
 
 @st.composite
 def changes(draw: st.DrawFn, relation: Relation) -> Written:
+    if relation.may_lack_key:
+        return draw(odd_changes(relation))
     kind = draw(st.sampled_from("IUD"))
     whole = relation.replica_identity == "f"
     old = _row(draw, relation, whole)
@@ -60,6 +68,15 @@ def changes(draw: st.DrawFn, relation: Relation) -> Written:
     return Written(relation, head + before + b"N" + _wire(tuple(new)))
 
 
+@st.composite
+def odd_changes(draw: st.DrawFn, relation: Relation) -> Written:
+    """Whatever may be NULL is, now and then, and whatever may be left out."""
+    kind = draw(st.sampled_from("IUD"))
+    old, new = (_wire(tuple(draw(some) for _ in relation.columns)) for some in (st.none() | cells, anything))
+    parts = {"I": b"N" + old, "D": b"O" + old, "U": draw(st.sampled_from([b"K" + old, b"O" + old, b""])) + b"N" + new}
+    return Written(relation, kind.encode() + struct.pack(">I", relation.oid) + parts[kind])
+
+
 def _row(draw: st.DrawFn, relation: Relation, whole: bool) -> Cells:
     def cell(position: int) -> object:
         if position in relation.key:
@@ -75,14 +92,15 @@ def _wire(row: Cells) -> bytes:
 
 
 @st.composite
-def segments(draw: st.DrawFn) -> tuple[dict[int, Relation], list[Written]]:
-    known = {oid: draw(relations(oid)) for oid in draw(st.sets(st.integers(1, 2**32 - 1), min_size=1, max_size=3))}
+def segments(draw: st.DrawFn, *, may_lack_key: bool = False) -> tuple[dict[int, Relation], list[Written]]:
+    oids = draw(st.sets(st.integers(1, 2**32 - 1), min_size=1, max_size=3))
+    known = {oid: draw(relations(oid, may_lack_key=may_lack_key)) for oid in oids}
     which = st.sampled_from(sorted(known))
     count = draw(st.integers(1, 12))
     return known, [draw(changes(known[draw(which)])) for _ in range(count)]
 
 
-def plain(written: Written) -> tuple[str, str | None, bool, bool]:
+def plain(written: Written) -> tuple[str | None, str | None, bool, bool]:
     """Id, old id, whether it is a delete, whether a value is left out: by the decoder, a row at a time."""
     relation, message = written.relation, pgoutput.decode(written.frame)
     match message:
@@ -93,20 +111,40 @@ def plain(written: Written) -> tuple[str, str | None, bool, bool]:
         case pgoutput.Update():
             new, old = message.new, message.old
             if old is not None:
-                kept = range(len(new)) if message.old_kind == "O" else relation.key
-                new = tuple(old[n] if cell is UNCHANGED and n in kept else cell for n, cell in enumerate(new))
+                new = filled(message, relation)
             id = row_id(relation, new)
-            old_id = row_id(relation, old) if old is not None else id
+            old_id = row_id(relation, old) if old is not None else None
             # A key that stands in the old tuple only makes the frame incomplete, though nothing is missing.
             partial = any(cell is UNCHANGED for cell in (new if message.old_kind == "O" else message.new))
-            return id, old_id if old_id != id else None, False, partial
+            return id, None if old_id == id else old_id, False, partial
     raise AssertionError(message)
 
 
+def filled(message: pgoutput.Update, relation: Relation) -> Cells:
+    """The new row with what the old one tells of what it left out: its key, or all of it, but never that it is NULL."""
+    assert message.old is not None
+    kept = range(len(message.new)) if message.old_kind == "O" else relation.key
+    return tuple(
+        old if new is UNCHANGED and n in kept and old is not None else new
+        for n, (old, new) in enumerate(zip(message.old, message.new, strict=True))
+    )
+
+
 @settings(max_examples=300, deadline=None)
-@given(segment=segments())
+@given(segment=segments(may_lack_key=True))
+def test_changes_that_do_not_tell_their_key_are_found(segment: tuple[dict[int, Relation], list[Written]]) -> None:
+    known, rows = segment
+    doubtful = {oid: relation for n, (oid, relation) in enumerate(known.items()) if n > 0}
+    found = mirror.keyless([row.frame for row in rows], doubtful)
+    assert found == [n for n, row in enumerate(rows) if row.is_keyless and row.relation.oid in doubtful]
+
+
+@settings(max_examples=300, deadline=None)
+@given(segment=st.one_of(segments(), segments(may_lack_key=True)))
 def test_the_walk_agrees_with_a_plain_decode(segment: tuple[dict[int, Relation], list[Written]]) -> None:
     known, rows = segment
+    rows = [row for row in rows if not row.is_keyless]
+    assume(rows)
     found = mirror.extract([memoryview(row.frame) for row in rows], known)
     everywhere = np.arange(len(rows))
     ids = found.texts(found.ids, everywhere)
@@ -119,10 +157,12 @@ def test_the_walk_agrees_with_a_plain_decode(segment: tuple[dict[int, Relation],
 
 
 @settings(max_examples=300, deadline=None)
-@given(segment=segments())
+@given(segment=st.one_of(segments(), segments(may_lack_key=True)))
 def test_frames_are_carried_on_as_they_came(segment: tuple[dict[int, Relation], list[Written]]) -> None:
     """But for whole old rows, whose values fill what was left out."""
     known, rows = segment
+    rows = [row for row in rows if not row.is_keyless]
+    assume(rows)
     found = mirror.extract([row.frame for row in rows], known)
     bounds = found.offsets.tolist()
     for row, start, end in zip(rows, bounds, bounds[1:], strict=False):
@@ -130,7 +170,7 @@ def test_frames_are_carried_on_as_they_came(segment: tuple[dict[int, Relation], 
         message, was = pgoutput.decode(frame), pgoutput.decode(row.frame)
         if isinstance(was, pgoutput.Update) and was.old_kind == "O" and was.old is not None:
             assert isinstance(message, pgoutput.Update)
-            assert message.new == tuple(o if n is UNCHANGED else n for o, n in zip(was.old, was.new, strict=True))
+            assert message.new == filled(was, row.relation)
         else:
             assert frame == row.frame
 

@@ -3,7 +3,8 @@
 The model below is PostgreSQL reduced to what matters here: a commit stands in the log before others see it, a row is
 locked until its writer's commit is visible, a snapshot sees what is visible when it is taken. The windows, the memory
 of commits and the folding are dbsync's own. What the log and the windows give is compared with the source itself, in
-which the same transactions were done one after the other.
+which the same transactions were done one after the other. Rows that no change touched go to the target as they were
+re-read, without being reduced; so where dbsync says that the windows of a batch are disjoint, they have to be.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from dbsync import fold as folding
 from dbsync.fold import Event, Final, Opener, Partial, Source
 from dbsync.lsn import LSN
 from dbsync.relation import Relation
-from dbsync.spool import DELETED, FULL, PARTIAL, PICKLE
-from dbsync.window import HIGH, LOW, Commit, Snapshot, State, Unseen, Windows
+from dbsync.spool import DELETED, FULL, PARTIAL, PICKLE, Layout, WindowRows, are_disjoint
+from dbsync.window import HIGH, LOW, Commit, Snapshot, State, Unseen, Window, Windows
 
 TABLES = (1, 2)
 KEYS = ("a", "b", "c")
@@ -55,6 +56,7 @@ class Model:
     acknowledged: int = 0
     batch: list[tuple[tuple[int, int], int, Event]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    batched: list[tuple[WindowRows, str]] = field(default_factory=list)  # re-read rows of the batch, and their keys
     target: dict[tuple[int, str], Row] = field(default_factory=dict)
     wanted: set[tuple[int, str]] = field(default_factory=lambda: {(table, key) for table in TABLES for key in KEYS})
     reading: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # window: table, key, phase
@@ -142,18 +144,27 @@ class Model:
         else:
             self._mark(position, *entry)
 
+    def high_again(self, _: int) -> None:
+        """A mark that stands twice in the log."""
+        found = [entry for _, entry in self.log if isinstance(entry, tuple) and entry[1] == HIGH]
+        if found and found[-1][0] in self.reading:
+            self._append(found[-1])
+
     def end_batch(self, _: int) -> None:
         if self.windows.open:
             return
+        self._check_disjoint()
         for table in TABLES:
             events = sorted((p, e) for p, t, e in self.batch if t == table)
             groups = groupby(sorted((e for _, e in events), key=lambda e: e.id), key=lambda e: e.id)
             for final in folding.fold((group for _, group in groups), Opener(())):
                 self._deliver(table, final)
-        self.batch = []
+        self.batch, self.batched = [], []
+        self.windows.applied(dict.fromkeys(self.released, 0))
         for window in self.released:
-            self.wanted.discard(self.reading.pop(window)[:2])
-            self.windows.forget(window)
+            if (found := self.windows.all.get(window)) and found.state is State.APPLIED:
+                self.wanted.discard(self.reading.pop(window)[:2])
+                self.windows.forget(window)
         self.released = []
         self.windows.prune(self.snapshot())
         hold = self.windows.unseen.hold_lsn
@@ -169,14 +180,20 @@ class Model:
             self.reading.pop(window, None)
             self.voided += 1
 
+    def abandon(self, _: int) -> None:
+        """Who re-reads loses its connection, and begins anew with what is not known to be applied."""
+        for window in list(self.reading):
+            self.windows.forget(window)
+        self.reading = {}
+
     def crash(self, _: int) -> None:
         """All that dbsync has in memory is gone; the log comes again from what was acknowledged."""
         self.windows = Windows()
-        self.reading, self.released, self.batch = {}, [], []
+        self.reading, self.released, self.batch, self.batched = {}, [], [], []
         self._rewind()
 
     def reconnect(self, _: int) -> None:
-        self.batch, self.released = [], []
+        self.batch, self.released, self.batched = [], [], []
         self.windows.replay()
         self._rewind()
 
@@ -220,7 +237,13 @@ class Model:
             table, key, _ = self.reading[id]
             if window.content is not None:
                 self.batch.append((self._place(window.low, (position, 0)), table, _event(key, FULL, window.content)))
+                self.batched.append((_rows(id, window.reading, table), key))
             self.released.append(id)
+
+    def _check_disjoint(self) -> None:
+        keys = [(rows.layout.relation.doctype, key) for rows, key in self.batched]
+        if are_disjoint(rows for rows, _ in self.batched):
+            assert len(keys) == len(set(keys)), f"rows would be handed over twice: {keys}"
 
     def _place(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[int, int]:
         return low
@@ -244,6 +267,11 @@ class Model:
 RELATION = Relation(1, "public", "t", "d", (), ())
 
 
+def _rows(id: str, reading: int, table: int) -> WindowRows:
+    relation = Relation(table, "public", f"t{table}", "d", (), ())
+    return WindowRows(id, 1, reading, Layout(relation, (), ()), ("file",), ("file",), (0,), 1, 1, 1)
+
+
 def _event(key: str, op: int, values: Row | None) -> Event:
     if op == PARTIAL:
         return Event("t", key, op, PICKLE, -1, pickle.dumps(Partial(values or {}, ("big",), Source(RELATION, (key,)))))
@@ -262,7 +290,7 @@ def _apply(rows: dict[str, Row], key: str, op: int, values: Row | None) -> None:
 STEPS = (
     *("begin", "write", "write", "write", "commit", "commit", "show"),
     *("low", "look", "high", "low", "look", "high", "read", "read", "read"),
-    *("end_batch", "prune", "retry", "crash", "reconnect"),
+    *("end_batch", "prune", "retry", "crash", "reconnect", "abandon", "high_again"),
 )
 histories = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 107)), max_size=80)
 searching = settings(max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -293,16 +321,31 @@ HIDDEN = [*UPDATE, ("read", 0), *WINDOW, ("show", 0), *READ_ALL]
 HIDDEN_THEN_CRASH = [*UPDATE, ("read", 0), ("end_batch", 0), ("crash", 0), *WINDOW, ("show", 0), *READ_ALL]
 # It becomes visible after the row was read and before the log is.
 HIDDEN_THEN_SEEN = [*UPDATE, *WINDOW, ("show", 0), ("read", 0), ("prune", 0), *READ_ALL]
+# The same, but the low mark is read before the rows are.
+HIDDEN_THEN_SEEN_LATE = [
+    *(*UPDATE, ("read", 0), ("low", 0), ("read", 0), ("look", 0), ("show", 0), ("prune", 0), ("high", 0)),
+    *READ_ALL,
+]
+# Rows are in a batch when who re-reads them begins anew, or when a mark comes twice: they are read once more.
+ABANDONED = [*WINDOW, ("read", 0), ("read", 0), ("abandon", 0), *WINDOW, *READ_ALL]
+DOUBLED = [*WINDOW, ("high_again", 0), *READ_ALL[:3], ("retry", 0), *WINDOW, *READ_ALL]
 # A change between the marks.
 IN_WINDOW = [*WINDOW[:2], *UPDATE, ("show", 0), WINDOW[2], *READ_ALL]
 PARTIAL_IN_WINDOW = [*WINDOW[:2], *PARTIAL_UPDATE, ("show", 0), WINDOW[2], *READ_ALL]
 
 
-@pytest.mark.parametrize("history", [HIDDEN, HIDDEN_THEN_CRASH, HIDDEN_THEN_SEEN])
+@pytest.mark.parametrize("history", [HIDDEN, HIDDEN_THEN_CRASH, HIDDEN_THEN_SEEN, HIDDEN_THEN_SEEN_LATE])
 def test_a_commit_that_is_hidden_from_the_snapshot_voids_the_window(history: list[tuple[str, int]]) -> None:
     model = run(history)
     assert model.voided == 1
     assert model.target == model.source
+
+
+@pytest.mark.parametrize("history", [ABANDONED, DOUBLED], ids=["abandoned", "doubled"])
+def test_rows_that_are_in_a_batch_twice_are_told_apart(history: list[tuple[str, int]]) -> None:
+    assert run(history).target == run(history).source
+    with patch.object(Windows, "_let_go", lambda *_: None), pytest.raises(AssertionError, match="handed over twice"):
+        run(history)
 
 
 class AtHigh(Model):
@@ -318,10 +361,12 @@ class AtHigh(Model):
         (HIDDEN, Unseen, "hidden_from", lambda *_: None),
         (HIDDEN_THEN_CRASH, Unseen, "hold_lsn", None),
         (HIDDEN_THEN_SEEN, Windows, "_unsettled", lambda _: []),
+        (HIDDEN_THEN_SEEN, Window, "lacks", lambda window, _: window.low is not None),
+        (HIDDEN_THEN_SEEN_LATE, Window, "lacks", lambda window, _: window.low is None),
         (PARTIAL_IN_WINDOW, folding, "merge", lambda older, newer: newer),
         (IN_WINDOW, Model, "_place", AtHigh._place),
     ],
-    ids=["guard", "hold", "pins", "folding", "low mark"],
+    ids=["guard", "hold", "pins", "pins before the low mark is read", "pins after it", "folding", "low mark"],
 )
 def test_each_rule_is_needed(history: list[tuple[str, int]], where: object, rule: str, instead: object) -> None:
     assert run(history).target == run(history).source

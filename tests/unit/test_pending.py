@@ -93,13 +93,17 @@ def test_what_was_rolled_back_takes_no_room(tmp_path: Path) -> None:
     assert list(store.frames(1)) == []
 
 
-def test_an_origin_is_no_part_of_a_transaction(tmp_path: Path) -> None:
-    store = Pending(tmp_path)
+def test_the_origin_of_a_transaction_comes_first_whatever_is_rolled_back(tmp_path: Path) -> None:
+    store, origin = Pending(tmp_path), HEADER + b"O" + bytes(8) + b"elsewhere\0"
     store.start(1, first=True)
-    store.add(memoryview(HEADER + b"O" + bytes(8) + b"elsewhere\0"))
+    store.add(memoryview(origin))
+    store.add(frame(2, b"gone"))
+    store.stop()
+    store.abort(1, 2)
+    store.start(1, first=False)
     store.add(frame(1, b"row"))
     store.stop()
-    assert [bytes(found) for found in store.frames(1)] == [plain(b"row")]
+    assert [bytes(found) for found in store.frames(1)] == [origin, plain(b"row")]
 
 
 def test_a_frame_larger_than_the_buffer_comes_back_whole(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from dbsync import values
 from dbsync.batcher import jsontext, pgtext
-from dbsync.batcher.pgtypes import PgType, holds
+from dbsync.batcher.pgtypes import PgType, holds, type_here
+from dbsync.relation import Column
 
 TEXTS = [
     ("bool", "true"), ("int", "-5"), ("float", "0.30000000000000004"), ("float", "-Infinity"), ("float", "NaN"),
@@ -49,6 +50,13 @@ def test_json_comes_back(text: str) -> None:
     exact = jsontext.exact(values.compile("json")(text))
     assert exact == text
     assert json.loads(exact, parse_float=Decimal) == json.loads(text, parse_float=Decimal)
+
+
+def test_a_type_whose_number_another_server_gives_to_another_one_goes_by_what_its_values_are() -> None:
+    in_every_database, of_this_one, own = 2950, 13_376, 16_400
+    assert type_here(Column("c", in_every_database, -1, "uuid")) == (2950, -1)
+    assert type_here(Column("c", of_this_one, -1, "text")) == (25, -1)
+    assert type_here(Column("c", own, -1, "numeric")) == (1700, -1)
 
 
 def numeric(precision: int, scale: int) -> tuple[int, int]:

@@ -197,6 +197,11 @@ def test_a_domain_over_an_array() -> None:
     assert read(90006, "{1}", TypeInfo(90006, "ints", "d", base=INT4_ARRAY)) == [1]
 
 
+@pytest.mark.parametrize("oid", [210, 270, 272, 273])
+def test_an_array_of_rows_of_the_catalog(oid: int) -> None:
+    assert read(oid, '{"(1,a)",NULL}') == ["(1,a)", None]
+
+
 def test_a_type_with_elements_that_is_no_array_stays_text() -> None:
     assert read(90007, "(1,2)", TypeInfo(90007, "pointlike", "b", element=FLOAT8)) == "(1,2)"
 

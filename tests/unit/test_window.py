@@ -102,6 +102,80 @@ def test_a_commit_that_became_visible_is_forgotten_only_when_no_waiting_window_w
     assert windows.unseen.hold_lsn is None
 
 
+def test_only_commits_that_can_still_void_a_window_are_remembered_for_it() -> None:
+    windows = Windows()
+    opened(windows, snapshot=Snapshot(7, 8, frozenset({7})), low=50)
+    windows.commit(commit(7, 40, TABLE))
+    windows.commit(commit(9, 45, OTHER))
+    for xid in range(10, 10_010):
+        windows.commit(commit(xid, 50 + xid, TABLE))
+    windows.prune(Snapshot(20_000, 20_000, frozenset()))
+    assert len(windows.unseen) == 1
+    windows.mark("w", HIGH, (90_000, 1))
+    assert windows.all["w"].state is State.VOID
+
+
+def test_as_long_as_the_low_mark_is_not_read_all_that_the_snapshot_does_not_see_is_remembered() -> None:
+    windows = Windows()
+    windows.expect("w", TABLE)
+    windows.see("w", Snapshot(9, 9, frozenset()))
+    windows.commit(commit(9, 40, TABLE))
+    windows.prune(EVERYTHING)
+    assert windows.unseen.hold_lsn == 40
+
+
+def test_rows_that_were_thrown_away_are_dropped_once() -> None:
+    windows = Windows()
+    opened(windows, "a")
+    opened(windows, "b")
+    windows.void("a", "the table was altered")
+    windows.forget("a")
+    windows.forget("b")
+    assert windows.dropped == [["rows"], ["rows"]]
+
+
+def test_rows_that_come_for_a_void_window_are_dropped() -> None:
+    windows = Windows()
+    windows.expect("w", TABLE)
+    windows.void("w", "its marks came out of order")
+    windows.read("w", ["rows"])
+    assert windows.dropped == [["rows"]]
+
+
+@pytest.mark.parametrize("forgotten", [True, False], ids=["forgotten", "void"])
+def test_rows_that_a_batch_has_are_not_dropped_and_what_is_read_later_is_another_reading(forgotten: bool) -> None:
+    windows = Windows()
+    window = opened(windows)
+    windows.mark("w", HIGH, (90, 1))
+    windows.forget("w") if forgotten else windows.mark("w", HIGH, (95, 1))
+    assert windows.dropped == []
+    assert windows.expect("again", TABLE).reading != window.reading
+    windows.applied({"w": 0})
+    windows.replay()
+    assert windows.dropped == []  # the batch has removed them itself
+
+
+def test_rows_that_only_an_abandoned_batch_had_are_dropped() -> None:
+    windows = Windows()
+    opened(windows)
+    windows.mark("w", HIGH, (90, 1))
+    windows.forget("w")
+    windows.replay()
+    assert windows.dropped == [["rows"]]
+
+
+def test_windows_that_are_read_one_after_the_other_are_one_reading() -> None:
+    windows = Windows()
+    first = opened(windows, "a", low=50)
+    windows.mark("a", HIGH, (60, 1))
+    voided = opened(windows, "b", low=70)
+    windows.void("b", "the table was altered")
+    windows.applied({"a": 0})
+    windows.forget("a")
+    windows.forget("b")
+    assert first.reading == voided.reading == windows.expect("c", TABLE).reading
+
+
 def test_a_foreign_mark_changes_nothing() -> None:
     windows = Windows()
     window = opened(windows)
