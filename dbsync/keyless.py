@@ -43,8 +43,8 @@ class Keyless:
             return True
         self._say(
             "has no key (one that is DEFERRABLE, or published only in part, is none), so its changes are left out",
-            "add a primary key, or set REPLICA IDENTITY USING INDEX, or DBSYNC_KEYLESS=append with a Batcher that"
-            " appends, or DBSYNC_KEYLESS=skip",
+            "add a primary key (or REPLICA IDENTITY USING INDEX) and refresh it, or set DBSYNC_KEYLESS=append with a"
+            " Batcher that appends, or DBSYNC_KEYLESS=skip",
             relation.doctype,
         )
         return False

@@ -3,6 +3,8 @@
 The server is of the version in DBSYNC_TEST_PG_VERSION (default 18): the wheel's, or Debian's package for what the
 wheel lacks (`apt-get install postgresql-15`; its service is not needed). DBSYNC_TEST_POSTGRES=docker takes a container
 of that version instead, and DBSYNC_TEST_DSN a server that is already there (a superuser's connection string).
+
+What rows and types are is tested on every version this machine has.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from dbsync.config import Settings
-from dbsync.embedded import EmbeddedPostgres
+from dbsync.embedded import EmbeddedPostgres, _find_install
 from dbsync.errors import ConfigError
 
 VERSION = int(os.environ.get("DBSYNC_TEST_PG_VERSION", "18"))
@@ -223,6 +225,39 @@ def postgres() -> Iterator[Server]:
 def postgres16() -> Iterator[EmbeddedPostgres]:
     with EmbeddedPostgres(16) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres15() -> Iterator[EmbeddedPostgres]:
+    with EmbeddedPostgres(15) as server:
+        yield server
+
+
+def _other_servers() -> list[str]:
+    if "DBSYNC_TEST_DSN" in os.environ or "DBSYNC_TEST_POSTGRES" in os.environ:
+        return []
+    return [f"postgres{version}" for version in (16, 15) if version != VERSION and _is_here(version)]
+
+
+def _is_here(version: int) -> bool:
+    try:
+        _find_install(version)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session", params=["postgres", *_other_servers()])
+def each_postgres(request: pytest.FixtureRequest) -> Server:
+    """One version after the other, as far as this machine has them."""
+    server: Server = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture
+def each_database(each_postgres: Server) -> Iterator[Database]:
+    with fresh_database(each_postgres) as fresh:
+        yield fresh
 
 
 @pytest.fixture

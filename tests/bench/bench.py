@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -37,6 +38,7 @@ def main() -> None:
         parser.error("--runs and --size take a number from 1 on")
     if given.plot:
         _plotter(parser)
+    logging.basicConfig(level=logging.ERROR)
     # The executors cannot import what lies beside this file.
     cloudpickle.register_pickle_by_value(scenarios)
     spark = session("local[*]", app_name="dbsync-bench")

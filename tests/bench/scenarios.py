@@ -253,7 +253,7 @@ def refresh(spark: SparkSession, options: Options) -> Iterator[Result]:
     with source(TABLE) as made:
         made.execute(FILL, [1, options.size or 1_000_000])
         _pgbench(made, "-i", "-q", "-s", "10")
-        with Syncer(made.settings(), batcher=DistributedCounting(), spark=spark) as syncer:
+        with Syncer(made.settings(keyless="skip"), batcher=DistributedCounting(), spark=spark) as syncer:
             found = Comparison("pgbench while a refresh runs", "pgbench alone", limit=1.0 / 0.85, unit="ms/transaction")
             in_turns(
                 found, options.runs, lambda _: _busy(syncer, lambda: _pgbench_ms(made)), lambda _: _pgbench_ms(made)

@@ -576,7 +576,8 @@ def kinds_of(server: Server) -> dict[str, Kind]:
     return known
 
 
-def test_every_type_and_its_array(database: Database, spark: SparkSession) -> None:
+def test_every_type_and_its_array(each_database: Database, spark: SparkSession) -> None:
+    database = each_database
     kinds = kinds_of(database.server)
     odd_database(database, random.Random(1))
     in_arrays = {name: kind for name, kind in kinds.items() if kind.in_array}
@@ -621,9 +622,9 @@ def some_arrays(name: str, kind: Kind) -> list[str]:
     suppress_health_check=list(HealthCheck),
 )
 @given(seed=st.integers(0, 2**32))
-def test_tables_of_any_kind(postgres: Server, spark: SparkSession, seed: int) -> None:
+def test_tables_of_any_kind(each_postgres: Server, spark: SparkSession, seed: int) -> None:
     rng = random.Random(seed)
-    tables = [random_table(rng, number, kinds_of(postgres)) for number in range(4)]
+    tables = [random_table(rng, number, kinds_of(each_postgres)) for number in range(4)]
 
     def fill(conn: psycopg.Connection[Any]) -> None:
         for table in tables:
@@ -637,7 +638,7 @@ def test_tables_of_any_kind(postgres: Server, spark: SparkSession, seed: int) ->
             for _ in range(6):
                 change(conn, rng, table)
 
-    with fresh_database(postgres) as database:
+    with fresh_database(each_postgres) as database:
         odd_database(database, rng)
         with plain(database) as conn:
             for table in tables:
