@@ -16,7 +16,8 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import sql
@@ -28,9 +29,9 @@ from dbsync.connection import Connection, connect
 from dbsync.errors import DbsyncError, StreamError
 from dbsync.fold import Final, Source
 from dbsync.lsn import LSN
-from dbsync.ranges import one_snapshot
+from dbsync.ranges import impatient, one_snapshot
 from dbsync.refresh import current_snapshot
-from dbsync.relation import Relation
+from dbsync.relation import Relation, was_renamed
 from dbsync.statement import words_of
 
 logger = logging.getLogger(__name__)
@@ -70,29 +71,43 @@ class Completion:
     def _complete(self, conn: Connection, finals: list[Final]) -> Iterator[Final]:
         relation = _source(finals[0]).relation
         wanted = sorted({name for final in finals for name in final.missing})
-        found = self._rows(conn, relation, [_source(final).key for final in finals], wanted)
+        moved = any(final.moved for final in finals)
+        found = self._rows(conn, relation, [_source(final).key for final in finals], wanted, moved)
         for final in finals:
             row = found.get(_source(final).key)
             if row is not None:
                 doc = (final.doc or {}) | {name: row.get(name) for name in final.missing}
                 yield final._replace(doc=doc, missing=())
 
-    def _rows(self, conn: Connection, relation: Relation, keys: list[tuple[str, ...]], wanted: Sequence[str]) -> Rows:
-        """Rows by the texts of their key, read until nothing that should be there can be missing."""
+    def _rows(
+        self, conn: Connection, relation: Relation, keys: list[tuple[str, ...]], wanted: Sequence[str], moved: bool
+    ) -> Rows:
+        """Rows by the texts of their key, read until nothing that should be there can be missing.
+
+        Where a row has `moved` to its key, the one a hidden commit leaves there to be seen may be another.
+        """
         pause = _PAUSE_SECONDS
         while True:
             before = selection.fingerprint(conn, relation.oid)
-            with connect(self._settings) as reader, one_snapshot(reader):
+            hidden = found = None
+            with (
+                suppress(psycopg.errors.LockNotAvailable),
+                connect(self._settings) as reader,
+                impatient(reader),
+                one_snapshot(reader),
+            ):
                 take = lambda: current_snapshot(reader)  # noqa: E731  (called before the next turn)
                 hidden = self._board.hidden_now(take, relation.oid, self._before)
                 found = _read(reader, relation, keys, wanted)
-            if selection.fingerprint(conn, relation.oid) == before and (hidden is None or len(found) == len(set(keys))):
+            if found is None:
+                reason = "somebody holds a lock on the table"
+            elif selection.fingerprint(conn, relation.oid) != before:
+                reason = "the table was altered"
+            elif hidden and (moved or len(found) < len(set(keys))):
+                reason = f"transaction {hidden.xid} is in the log but not yet visible"
+            else:
                 return found
-            logger.warning(
-                "Missing values of %s are read again: %s.",
-                relation.doctype,
-                f"transaction {hidden.xid} is in the log but not yet visible" if hidden else "the table was altered",
-            )
+            logger.warning("Missing values of %s are read again: %s.", relation.doctype, reason)
             if self._stopping.wait(pause):
                 raise DbsyncError(f"dbsync was stopped while it waited for values of {relation.doctype}.")
             pause = min(2 * pause, 5.0)
@@ -122,11 +137,14 @@ def _batched(finals: Iterable[Final]) -> Iterator[list[Final]]:
 
 def _read(conn: Connection, relation: Relation, keys: list[tuple[str, ...]], wanted: Sequence[str]) -> Rows:
     """What the table holds of these keys now, as far as it still has the columns the log speaks of."""
-    table, types = _table_now(conn, relation.oid)
-    if table is None or not set(relation.key_names) <= types.keys():
-        return {}  # dropped since, or its key renamed: what the log has of that settles it
-    columns = [column for column in relation.columns if column.name in wanted and column.name in types]
-    query = _query(table, relation, [column.name for column in columns], types)
+    table, now = _table_now(conn, relation.oid)
+    today = _names_today(relation, now)
+    if table is None or not set(relation.key_names) <= today.keys():
+        return {}  # dropped since, or its key is another: what the log has of that settles it
+    columns = [column for column in relation.columns if column.name in wanted and column.name in today]
+    types = {column.name: column.type_name for column in now}
+    key = [today[name] for name in relation.key_names]
+    query = _query(table, key, [today[column.name] for column in columns], types)
     try:
         # By number and not by key: what the key looks like here need not be the text it has in the log.
         with psycopg.RawCursor(conn) as cursor:
@@ -146,26 +164,40 @@ def _read(conn: Connection, relation: Relation, keys: list[tuple[str, ...]], wan
     return rows
 
 
-def _table_now(conn: Connection, oid: int) -> tuple[sql.Identifier | None, dict[str, str]]:
-    """The table's name, and its columns with their types, as they are by now."""
+class _Column(NamedTuple):
+    """A column of the table as it is by now."""
+
+    name: str
+    type_oid: int
+    type_name: str
+
+
+def _names_today(relation: Relation, now: Sequence[_Column]) -> dict[str, str]:
+    """What the columns the log speaks of are called by now, as far as they are there. No row is logged for a rename."""
+    if was_renamed(relation.columns, now):
+        return {then.name: column.name for then, column in zip(relation.columns, now, strict=False)}
+    return {column.name: column.name for column in now}
+
+
+def _table_now(conn: Connection, oid: int) -> tuple[sql.Identifier | None, list[_Column]]:
+    """The table's name, and its columns, as they are by now."""
     name = conn.execute(
         "SELECT nspname, relname FROM pg_catalog.pg_class c"
         " JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s",
         [oid],
     ).fetchone()
     columns = conn.execute(
-        "SELECT attname, pg_catalog.format_type(atttypid, atttypmod) FROM pg_catalog.pg_attribute"
-        " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped",
+        "SELECT attname, atttypid::int8, pg_catalog.format_type(atttypid, atttypmod) FROM pg_catalog.pg_attribute"
+        " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
         [oid],
     ).fetchall()
-    return sql.Identifier(*name) if name else None, {str(column): str(type) for column, type in columns}
+    return sql.Identifier(*name) if name else None, [_Column(*column) for column in columns]
 
 
-def _query(table: sql.Identifier, relation: Relation, columns: list[str], types: dict[str, str]) -> sql.Composed:
-    names = [sql.Identifier(name) for name in relation.key_names]
+def _query(table: sql.Identifier, key: list[str], columns: list[str], types: dict[str, str]) -> sql.Composed:
+    names = [sql.Identifier(name) for name in key]
     equal = [
-        sql.SQL("t.{0} = k.{0}::{1}").format(name, sql.SQL(types[text]))
-        for name, text in zip(names, relation.key_names, strict=True)
+        sql.SQL("t.{0} = k.{0}::{1}").format(name, sql.SQL(types[text])) for name, text in zip(names, key, strict=True)
     ]
     return sql.SQL(
         "SELECT k.number{columns} FROM {table} AS t"

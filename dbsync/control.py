@@ -8,6 +8,7 @@ is dropped.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,11 +70,19 @@ _PUBLICATION = """
     FROM pg_catalog.pg_publication AS pub
     WHERE pubname = %(publication)s"""
 
+logger = logging.getLogger(__name__)
+
+# An own one, for a snapshot's xmax leaves out transactions that began and of which no later one has ended.
+_NEXT_XID = "SELECT pg_catalog.pg_current_xact_id()::text::int8"
+_OLDEST_XID = "SELECT pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::text::int8"
+
 _PUBLISHED = """
-    SELECT schemaname, tablename, rel.oid::int8
+    SELECT schemaname, tablename, rel.oid::int8, added.xmin::text::int8
     FROM pg_catalog.pg_publication_tables
     JOIN pg_catalog.pg_namespace AS nsp ON nspname = schemaname
     JOIN pg_catalog.pg_class AS rel ON relnamespace = nsp.oid AND relname = tablename
+    JOIN pg_catalog.pg_publication AS pub USING (pubname)
+    LEFT JOIN pg_catalog.pg_publication_rel AS added ON prpubid = pub.oid AND prrelid = rel.oid
     WHERE pubname = %(publication)s
       AND (schemaname, tablename) NOT IN ((%(schema)s, %(wm_table)s), (%(schema)s, %(refresh_table)s))
     ORDER BY 1, 2"""
@@ -273,7 +282,7 @@ def _add_to_publication(conn: Connection, settings: Settings) -> None:
 
 def _create_slot(conn: Connection, settings: Settings) -> None:
     with _step(conn, settings, "create the replication slot {slot}", ALTER_ROLE):
-        with _while_alone(conn):
+        with _while_alone(conn, settings.slot):
             if slot_state(conn, settings) is None:
                 _begin_anew(conn, settings)
         check_slot(conn, settings)
@@ -289,6 +298,31 @@ def _begin_anew(conn: Connection, settings: Settings) -> None:
         pass  # made by somebody else at this moment; it is looked at like any other
     except errors.ConfigurationLimitExceeded as error:
         raise _no_slot_left(conn, settings) from error
+    _wait_for_the_invisible(conn)
+
+
+def _wait_for_the_invisible(conn: Connection) -> None:
+    """A commit from before the slot may not be visible yet. No slot can be held at it, so nothing is re-read before."""
+    now, told = next_xid(conn), False
+    while not are_over(conn, now):
+        if not told:
+            logger.info("waiting for transactions that were open when the slot was made")
+            told = True
+        time.sleep(0.05)
+
+
+def next_xid(conn: Connection) -> int:
+    """A transaction that is younger than all there are."""
+    row = conn.execute(_NEXT_XID).fetchone()
+    assert row
+    return int(row[0])
+
+
+def are_over(conn: Connection, xid: int) -> bool:
+    """Whether all transactions before that one have ended, for everybody to see."""
+    row = conn.execute(_OLDEST_XID).fetchone()
+    assert row
+    return int(row[0]) >= xid
 
 
 def check_slot(conn: Connection, settings: Settings) -> None:
@@ -381,14 +415,15 @@ def _alone(conn: Connection) -> Iterator[None]:
 
 
 @contextmanager
-def _while_alone(conn: Connection) -> Iterator[None]:
-    """The same around several transactions."""
-    conn.execute("SELECT pg_catalog.pg_advisory_lock(%s)", (_SETUP_LOCK,))
+def _while_alone(conn: Connection, slot: str) -> Iterator[None]:
+    """The same around several transactions, and for one slot: making it takes as long as the oldest transaction."""
+    key = "(pg_catalog.hashtext('dbsync slot'), pg_catalog.hashtext(%s))"
+    conn.execute(f"SELECT pg_catalog.pg_advisory_lock{key}", [slot])
     try:
         yield
     finally:
         if not conn.closed:
-            conn.execute("SELECT pg_catalog.pg_advisory_unlock(%s)", (_SETUP_LOCK,))
+            conn.execute(f"SELECT pg_catalog.pg_advisory_unlock{key}", [slot])
 
 
 @contextmanager
@@ -484,13 +519,22 @@ def publication(conn: Connection, settings: Settings) -> Publication | None:
 
 def published_tables(conn: Connection, settings: Settings) -> list[tuple[str, str]]:
     """(schema, table) of every table the publication publishes, without dbsync's own."""
-    return list(published_oids(conn, settings).values())
+    return [(table.schema, table.name) for table in published_oids(conn, settings).values()]
 
 
-def published_oids(conn: Connection, settings: Settings) -> dict[int, tuple[str, str]]:
+@dataclass(frozen=True, slots=True)
+class PublishedTable:
+    """`added_by` is the transaction (32 bits) that put it into the publication; None where that is not written down."""
+
+    schema: str
+    name: str
+    added_by: int | None
+
+
+def published_oids(conn: Connection, settings: Settings) -> dict[int, PublishedTable]:
     """The same by their oids."""
     rows = conn.execute(_PUBLISHED, _names(settings))
-    return {int(oid): (str(schema), str(table)) for schema, table, oid in rows}
+    return {int(oid): PublishedTable(str(schema), str(table), added) for schema, table, oid, added in rows}
 
 
 def inactive_slots(conn: Connection) -> list[str]:

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from dbsync.chunks import Range, Selection, TableLockedError
 from dbsync.config import Settings
 from dbsync.connection import Connection, connect
 from dbsync.connection import identifier as quoted
+from dbsync.control import PublishedTable
 from dbsync.errors import DbsyncError, RefreshError, StreamError
 from dbsync.pace import Pace
 from dbsync.ranges import (
@@ -49,7 +50,7 @@ from dbsync.ranges import (
 from dbsync.requests import DONE, FAILED, INITIAL, Refresh, Requests
 from dbsync.spool import Layout, Spool, WindowRows
 from dbsync.statement import Statement
-from dbsync.window import HIGH, LOW, Snapshot, State
+from dbsync.window import HIGH, LOW, Snapshot, State, widen
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -145,6 +146,7 @@ class Refresher:
         self._jobs: dict[int, Job] = {}
         self._looked_for_tables = 0.0
         self._passed_over: set[int] = set()
+        self._not_before: dict[int, int] | None = None  # by table: the transaction before which all have to be over
         self._failed_copies: set[int] | None = None  # in an earlier run, and not asked for again yet
         self.asked = threading.Event()  # set by whoever just asked for one
 
@@ -290,10 +292,10 @@ class Refresher:
         logger.info("refresh %d: %s", job.id, job.refresh.query)
         return True
 
-    def _understood(self, conn: Connection, refresh: Refresh) -> list[Selection]:
+    def _understood(self, conn: Connection, refresh: Refresh, *, runs: bool = False) -> list[Selection]:
         try:
             with impatient(conn):
-                return selection.understand(conn, self._settings, _statement(refresh))
+                return selection.understand(conn, self._settings, _statement(refresh), runs=runs)
         except StreamError as error:
             if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
                 raise TableLockedError("Somebody holds a lock on what the SELECT reads.", "Wait.") from error
@@ -305,7 +307,8 @@ class Refresher:
         part, after = _place(refresh, selections, digest)
         if refresh.part or refresh.last_key is not None:
             logger.info("refresh %d goes on in part %d after %s", refresh.id, part, after)
-        fingerprints = [selection.fingerprint(conn, one.relation.oid) for one in selections]
+        # Unknown as yet: the tables may have been altered since they were looked at. The first window looks once more.
+        fingerprints = [""] * len(selections)
         estimated = sum(one.estimated_rows for one in selections)
         requests.started(refresh.id, estimated, key_digest=digest, part=part, last_key=after)
         self._jobs[refresh.id] = Job(refresh, selections, fingerprints, part, after)
@@ -420,7 +423,7 @@ class Refresher:
         """The table's fingerprint; when it changed since the SELECT was understood, it has to be understood anew."""
         found = selection.fingerprint(conn, job.selections[job.part].relation.oid)
         if found != job.fingerprints[job.part]:
-            anew = self._understood(conn, job.refresh)
+            anew = self._understood(conn, job.refresh, runs=True)
             if _digest(anew) != _digest(job.selections):
                 raise _StartOver(anew)
             job.selections = anew
@@ -432,16 +435,29 @@ class Refresher:
         requests = Requests(conn, self._settings)
         reading = self._reader.submit(self._read, job, chosen, chunk)
         interrupted = False
-        while not wait([reading], timeout=_WATCH_SECONDS).done:
-            found = requests.get(job.id)
-            if self._stopping.is_set() or found is None or found.is_over:
-                interrupted = True
-                conn.execute(_CANCEL_READERS, [reader_name(chunk.window)])
+        try:
+            while not wait([reading], timeout=_WATCH_SECONDS).done:
+                found = requests.get(job.id)
+                if self._stopping.is_set() or found is None or found.is_over:
+                    interrupted = True
+                    conn.execute(_CANCEL_READERS, [reader_name(chunk.window)])
+        except BaseException:
+            self._board.void(chunk.window, "reading it failed")
+            self._call_off(reading, chunk.window)
+            raise
         if interrupted:
             if reading.exception() is None:
                 reading.result().discard()
             raise _Interrupted
         return reading.result()
+
+    def _call_off(self, reading: Future[WindowRows], window: str) -> None:
+        """Nobody can watch it any more, and the next one must not wait for it."""
+        while not wait([reading], timeout=_WATCH_SECONDS).done:
+            with suppress(psycopg.Error, StreamError), connect(self._settings) as conn:
+                conn.execute(_CANCEL_READERS, [reader_name(window)])
+        if reading.exception() is None:
+            reading.result().discard()
 
     def _read(self, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
         """Read the chunk's ranges under one snapshot. A chunk without ranges gets the next ones."""
@@ -456,35 +472,24 @@ class Refresher:
         return rows
 
     def _read_under_snapshot(self, conn: Connection, job: Job, chosen: Selection, chunk: Chunk) -> WindowRows:
-        with one_snapshot(conn):
-            # The first statement is what takes the snapshot, so it must be the board's.
-            self._board.snapshot(chunk.window, lambda: current_snapshot(conn))
-            exported = _value(conn, "SELECT pg_catalog.pg_export_snapshot()")
-            started = time.monotonic()
-            if not chunk.ranges:
-                rows = self._pace.rows(job.refresh.chunk_rows or self._settings.chunk_rows)
-                readers = self._pace.readers(rows, self._settings.chunk_parallelism)
-                chunk.ranges = chunks.next_ranges(conn, chosen, chunk.after, rows, readers)
-            cutting = time.monotonic() - started
-            folder = self._spool.window_folder()
-            tasks = [
-                RangeTask(
-                    self._settings,
-                    chosen,
-                    found,
-                    exported,
-                    chunk.window,
-                    number,
-                    str(folder / f"{chunk.window}-{number}.parquet"),
-                )
-                for number, found in enumerate(chunk.ranges)
-            ]
-            try:
+        tasks: list[RangeTask] = []
+        try:
+            with one_snapshot(conn):
+                # The first statement is what takes the snapshot, so it must be the board's.
+                self._board.snapshot(chunk.window, lambda: current_snapshot(conn))
+                exported = _value(conn, "SELECT pg_catalog.pg_export_snapshot()")
+                started = time.monotonic()
+                if not chunk.ranges:
+                    rows = self._pace.rows(job.refresh.chunk_rows or self._settings.chunk_rows)
+                    readers = self._pace.readers(rows, self._settings.chunk_parallelism)
+                    chunk.ranges = chunks.next_ranges(conn, chosen, chunk.after, rows, readers)
+                cutting = time.monotonic() - started
+                tasks += self._tasks(chosen, chunk, exported)
                 done = read_ranges(self._spark(), tasks)
-            except BaseException:
-                for task in tasks:
-                    Path(task.path).unlink(missing_ok=True)
-                raise
+        except BaseException:
+            for task in tasks:
+                Path(task.path).unlink(missing_ok=True)
+            raise
         chunk.rows = sum(read.rows for read in done)
         size = sum(read.size_bytes for read in done)
         # What Spark takes to start its tasks is nothing that the source has to rest from.
@@ -502,6 +507,14 @@ class Refresher:
             size_bytes=size,
             widest_bytes=max((read.widest_bytes for read in done), default=0),
         )
+
+    def _tasks(self, chosen: Selection, chunk: Chunk, snapshot: str) -> list[RangeTask]:
+        folder = self._spool.window_folder()
+        paths = [str(folder / f"{chunk.window}-{number}.parquet") for number in range(len(chunk.ranges))]
+        return [
+            RangeTask(self._settings, chosen, found, snapshot, chunk.window, number, path)
+            for number, (found, path) in enumerate(zip(chunk.ranges, paths, strict=True))
+        ]
 
     def _mark(self, conn: Connection, window: str, mark: str) -> None:
         """Write a mark; only once, also where nobody knows whether the try before was committed."""
@@ -549,14 +562,43 @@ class Refresher:
         if self._failed_copies is None:
             self._failed_copies = {oid for oid, state in copies.items() if state == FAILED}
         asked = (copies.keys() - self._failed_copies) | self._passed_over
+        self._look_who_is_new(conn, tables)
         for oid in tables.keys() - asked:
+            table = tables[oid]
             try:
-                self._ask_for_first_copy(conn, requests, oid, *tables[oid])
+                if self._may_be_copied(conn, oid, table):
+                    self._ask_for_first_copy(conn, requests, oid, table.schema, table.name)
             except (psycopg.Error, StreamError) as error:
                 if is_lost(conn):
                     raise
                 # It is looked at again with the next look.
-                logger.debug("%s.%s cannot be looked at now: %s", *tables[oid], sentence_of(error))
+                logger.debug("%s.%s cannot be looked at now: %s", table.schema, table.name, sentence_of(error))
+
+    def _look_who_is_new(self, conn: Connection, tables: dict[int, PublishedTable]) -> None:
+        """Note for each table which transactions may have written to it before it was published.
+
+        The log will never have what they wrote, so they have to be visible when the table is copied. With a table that
+        was published before this run, those are older than the one that published it.
+        """
+        if self._not_before is not None and tables.keys() <= self._not_before.keys():
+            return
+        now = control.next_xid(conn)
+        if self._not_before is None:
+            added = {oid: widen(table.added_by, now) for oid, table in tables.items() if table.added_by}
+            self._not_before = {oid: added[oid] + 1 if added.get(oid, now) < now else 0 for oid in tables}
+        self._not_before |= dict.fromkeys(tables.keys() - self._not_before.keys(), now)
+
+    def _may_be_copied(self, conn: Connection, oid: int, table: PublishedTable) -> bool:
+        assert self._not_before is not None
+        if control.are_over(conn, self._not_before[oid]):
+            return True
+        self._looked_for_tables = 0.0  # look again soon
+        logger.debug(
+            "the first copy of %s.%s waits for transactions that are older than its publication",
+            table.schema,
+            table.name,
+        )
+        return False
 
     def _ask_for_first_copy(self, conn: Connection, requests: Requests, oid: int, schema: str, table: str) -> None:
         query = sql.SQL("SELECT * FROM {}").format(sql.Identifier(schema, table)).as_string(conn)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import psycopg
 
 from dbsync import values
+from dbsync.errors import StreamError
 from dbsync.pgoutput import UNCHANGED
 from dbsync.pgoutput import Relation as RelationMessage
-
-if TYPE_CHECKING:
-    import psycopg
 
 # Types below this oid are the same in every database; `values` knows them without asking. (Some of PostgreSQL's own are
 # not: the domains of information_schema, the arrays of catalog rows.)
@@ -226,7 +227,7 @@ class Catalog:
 
     def _now(self, message: RelationMessage) -> list[_ColumnNow]:
         """The columns of the table as they are by now; of one that was dropped, those of the table of its name."""
-        with self._connect() as conn:
+        with self._asking() as conn:
             # Column lists exist from PostgreSQL 15 on.
             query = _COLUMNS.format(listed=_LISTED if conn.info.server_version >= 150000 else "false")
             names = {
@@ -249,21 +250,36 @@ class Catalog:
             self._keys[message.oid] = primary
         else:
             primary = self._keys.get(message.oid, primary)
-        if not set(primary) <= set(names) and _was_renamed(message, now):
+        if not set(primary) <= set(names) and was_renamed(message.columns, now):
             names = [column.name for column in now[: len(names)]]
         return tuple(sorted(names.index(name) for name in primary)) if set(primary) <= set(names) else ()
+
+    @contextmanager
+    def _asking(self) -> Iterator[psycopg.Connection[Any]]:
+        try:
+            with self._connect() as conn:
+                yield conn
+        except psycopg.OperationalError as error:
+            raise StreamError("The connection to PostgreSQL broke.") from error
 
     def _learn_types(self, oids: Iterable[int]) -> None:
         wanted = {oid for oid in oids if oid >= FIRST_GENBKI_OID} - self._types.keys()
         if not wanted:
             return
-        with self._connect() as conn:
+        with self._asking() as conn:
             while wanted:
                 found = [values.TypeInfo(*row) for row in conn.execute(_TYPES, [list(wanted)]).fetchall()]
                 # A type dropped since the log was written is not found; its values arrive as text.
                 self._types |= {info.oid: info for info in found}
                 parts = {oid for info in found for oid in (info.base, info.element)}
                 wanted = {oid for oid in parts if oid >= FIRST_GENBKI_OID} - self._types.keys()
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def type_oid(self) -> int: ...
 
 
 class _ColumnNow(NamedTuple):
@@ -277,12 +293,12 @@ class _ColumnNow(NamedTuple):
     is_plain: bool  # the same table, and not partitioned
 
 
-def _was_renamed(message: RelationMessage, now: Sequence[_ColumnNow]) -> bool:
+def was_renamed(columns: Sequence[_Named], now: Sequence[_Named]) -> bool:
     """Whether the log's columns are the table's first ones of today, but for names that are no longer in use."""
     known = {column.name for column in now}
-    return len(message.columns) <= len(now) and all(
+    return len(columns) <= len(now) and all(
         then.type_oid == column.type_oid and (then.name == column.name or then.name not in known)
-        for then, column in zip(message.columns, now, strict=False)
+        for then, column in zip(columns, now, strict=False)
     )
 
 

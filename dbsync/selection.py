@@ -43,10 +43,13 @@ from dbsync.statement import (
 _KINDS = {"v": "view", "m": "materialized view", "f": "foreign table", "S": "sequence"}
 
 
-def understand(conn: Connection, settings: Settings, query: str | Statement, params: Params = None) -> list[Selection]:
+def understand(
+    conn: Connection, settings: Settings, query: str | Statement, params: Params = None, *, runs: bool = False
+) -> list[Selection]:
     """What a SELECT reads, one Selection for each table of the log; `conn` is in autocommit and idle.
 
-    RefreshError says which rule the SELECT breaks. There is always at least one Selection.
+    RefreshError says which rule the SELECT breaks. There is always at least one Selection. Unless it is known that the
+    SELECT `runs`, that is tried with a row, which may take its time.
     """
     statement = query if isinstance(query, Statement) else bind(query, params)
     with unbroken(conn), reading(conn):
@@ -63,8 +66,9 @@ def understand(conn: Connection, settings: Settings, query: str | Statement, par
             _select(conn, statement, described, plan, family, target)
             for target in _targets(conn, settings, family, plan)
         ]
-        for selection in selections:
-            dry_run(conn, selection)
+        if not runs:
+            for selection in selections:
+                dry_run(conn, selection)
     return selections
 
 

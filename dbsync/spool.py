@@ -327,9 +327,10 @@ class BatchWriter:
         if self.events == 0:
             return False
         # A table that was dropped and made anew has the name of the old one and another oid.
+        reread = [rows.layout.relation for rows, _ in self._windows]
         return any(
             known != relation
-            for known in self._relations.values()
+            for known in (*self._relations.values(), *reread)
             if known.oid == relation.oid or known.doctype == relation.doctype
         )
 

@@ -91,6 +91,11 @@ class ReplicationStream:
         self._received = lsn
 
     @property
+    def walsender(self) -> int:
+        """The server's process that sends."""
+        return self._conn.info.backend_pid
+
+    @property
     def acknowledged(self) -> LSN:
         return self._acknowledged
 

@@ -126,6 +126,9 @@ class Syncer:
         self._held_since = 0.0
         self._many_unseen = _MOST_UNSEEN
         self._wal_end = LSN(0)
+        self._reached = LSN(0)  # how far this connection has read
+        self._has_told_target = False
+        self._walsender = 0  # the process of the server that sent us the log at last
         self._quiet_since = 0.0
         self._behind_seconds = 0.0
         self._batches = 0
@@ -151,6 +154,7 @@ class Syncer:
         if mirrors(self.handler):
             self._keyless.check()
         find_java()
+        logger.debug("what waits for the target lies in %s", self._spool.folder)  # made now, or refused
         self.setup()
         self.handler.syncer = self
         self._handoff = Handoff()
@@ -160,8 +164,7 @@ class Syncer:
         if self._stopping.is_set():  # while the target was waited for
             self._progress.finish()
             return
-        if self.feeds:
-            self._note_target(self.feeds)
+        self._has_told_target = False
         self._refresher = Refresher(
             self.settings, self._board, self._spool, self._session, self._streaming, self._stopping
         )
@@ -324,6 +327,8 @@ class Syncer:
         if self._stopping.is_set():
             return
         stream = ReplicationStream(self.settings, in_progress=not hears_messages(self.handler))
+        self._reached, self._walsender = LSN(0), stream.walsender
+        self._note_target()  # now that the slot is ours, and not while another dbsync has it
         self._board.replay()
         self._progress.received = self._wal_end = self._progress.applied  # what was read after that is read again
         self._quiet_since = time.monotonic()
@@ -382,6 +387,7 @@ class Syncer:
             if dispatch.take(frame):
                 self._behind_seconds = sent_seconds_after(frame, dispatch.committed_at)
                 self._progress.received = dispatch.end_lsn
+                self._reached = max(self._reached, dispatch.end_lsn)
                 self._progress.read = max(self._progress.read, dispatch.end_lsn)
                 if self._full(dispatch.writer) and not self._board.open:
                     self._hand_over(dispatch)
@@ -391,6 +397,7 @@ class Syncer:
     def _keepalive(self, stream: ReplicationStream, frame: memoryview) -> None:
         keepalive: Any = decode_frame(frame)
         self._wal_end = keepalive.wal_end
+        self._reached = max(self._reached, self._wal_end)
         stream.received(self._progress.received)
         if keepalive.reply_requested:
             stream.reply()
@@ -444,9 +451,10 @@ class Syncer:
     def _acknowledge(self, stream: ReplicationStream) -> None:
         """Confirm what is applied, but never past a commit that is in the log and not yet visible to everybody.
 
-        After a restart such a commit has to come again: a refresh must know of it, or an older row would win.
+        After a restart such a commit has to come again: a refresh must know of it, or an older row would win. And so
+        nothing is confirmed that was not read on this connection, though a target may say that it has it.
         """
-        applied, now = self._progress.applied, time.monotonic()
+        applied, now = min(self._progress.applied, self._reached), time.monotonic()
         due = applied > stream.acknowledged and (
             applied > self._progress.held or now > self._held_since + _HELD_SECONDS
         )
@@ -499,11 +507,28 @@ class Syncer:
                     raise
                 logger.warning("%s Trying batch %d again in %.1f s.", error, batch.number, lost.next_seconds)
                 lost.pause()
+                self._check_slot_is_ours(batch)
             except DbsyncError as error:
                 if not error.retryable or backoff.tries >= self.settings.retries or self._stopping.is_set():
                     raise
                 logger.warning("%s Trying batch %d again in %.1f s.", error, batch.number, backoff.next_seconds)
                 backoff.pause()
+                self._check_slot_is_ours(batch)
+
+    def _check_slot_is_ours(self, batch: Batch) -> None:
+        """While a batch is tried again the slot may be lost to another dbsync, whose batches are newer by then."""
+        if self._streaming.is_set():
+            return
+        try:
+            with self._sql() as conn:
+                slot = control.slot_state(conn, self.settings)
+        except StreamError:
+            return
+        if slot and slot.active_pid not in (None, self._walsender):
+            raise SlotError(
+                f"Another dbsync has taken over the slot {slot.name} while batch {batch.number} was tried again.",
+                "It goes on with that batch; this one ends.",
+            )
 
     def _apply(self, spark: SparkSession, batch: Batch) -> None:
         started = time.monotonic()
@@ -640,15 +665,21 @@ class Syncer:
                 backoff.pause()
         return None
 
-    def _note_target(self, target: str) -> None:
+    def _note_target(self) -> None:
+        """Keep what the slot feeds, for whoever would feed something else from it; once a run."""
+        target = self.feeds
+        if target is None or self._has_told_target:
+            return
         with self._sql() as conn:
             requests = Requests(conn, self.settings)
             before = requests.target()
+            self._has_told_target = True
             if before == target:
                 return
             if before is not None and not is_same(before, target):
                 logger.warning(
-                    "the slot %s has fed %s; from here on its changes go to %s, which has nothing of what came before",
+                    "the slot %s has fed %s; from here on its changes go to %s, which has nothing of what came before:"
+                    " refresh each table to copy it",
                     self.settings.slot,
                     recalled(before),
                     target,

@@ -211,6 +211,12 @@ class TableBatcher(Batcher, Generic[T]):
             self._attempt = _Attempt(about)
         held = self._store.begin(self.log_name)
         self._is_done = held is not None and held.attempt == self._attempt.id
+        if held is not None and held.lsn > batch.last_lsn:
+            raise BatcherError(
+                f"The target holds the log up to {held.lsn} already, and batch {batch.number} ends before that.",
+                "Another dbsync has taken over the slot; it does the work now, or the next start does.",
+                retryable=False,
+            )
         if self._is_done:
             logger.info("Batch %d is in the target already: only the answer to its commit was lost.", batch.number)
 
