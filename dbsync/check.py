@@ -171,6 +171,14 @@ def _encoding(conn: Connection, settings: Settings) -> Iterator[Check]:
         yield _warn("encoding", detail, "CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0;")
 
 
+def _standbys(conn: Connection, settings: Settings) -> Iterator[Check]:
+    """A commit that waits for dbsync's word is one that dbsync does not confirm before it is visible."""
+    names = _one(conn, "SELECT pg_catalog.current_setting('synchronous_standby_names')")
+    if "*" in str(names):
+        detail = f"{names}: dbsync may count as one, and commits would wait for it, and it for them"
+        yield _warn("synchronous standbys", detail, "ALTER SYSTEM SET synchronous_standby_names = …, with their names;")
+
+
 def _limits(conn: Connection, settings: Settings) -> Iterator[Check]:
     row = conn.execute(_LIMITS).fetchone()
     assert row is not None
@@ -375,6 +383,7 @@ def _held_wal(conn: Connection, state: control.SlotState) -> Check:
 _LOOKS: tuple[Callable[[Connection, Settings], Iterator[Check]], ...] = (
     _server,
     _encoding,
+    _standbys,
     _limits,
     _privileges,
     _publication,

@@ -202,7 +202,7 @@ def _keep_to_batcher(invocation: Invocation, settings: Settings) -> None:
         )
     variables = [name for variable in ENVIRONMENT if variable.field in asked for name in variable.names]
     if variables:
-        logger.warning("%s: not for --batcher, which is a target of your own.", ", ".join(variables))
+        logger.warning("What %s says is left out: --batcher is a target of your own.", ", ".join(variables))
 
 
 def target_name(settings: Settings, batcher: str | None) -> str:

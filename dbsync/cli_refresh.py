@@ -263,7 +263,7 @@ def _say_what_does_not_count(invocation: Invocation, handler: str | None, batche
     }
     given = [flag_of(name) for name, value in names.items() if value is not None]
     if given:
-        say(f"{', '.join(given)}: the dbsync that runs has its own, and keeps to that.")
+        say(f"What {', '.join(given)} says is left out: the dbsync that runs keeps to its own.")
 
 
 def _detach(asked: Asked, running: bool, as_json: bool) -> None:

@@ -71,7 +71,7 @@ class Variable:
             # The cause is cut off: libpq's complaint about a connection string quotes parts of it.
             raise ConfigError(
                 f"{name}={self._shown(value)} cannot be used: it takes {self.takes}.",
-                f"Give {name} such a value, or leave it out: the default is {self.default}.",
+                f"Give {name} such a value, or leave it out.",
             ) from None
 
     def _shown(self, value: object) -> str:

@@ -62,6 +62,14 @@ _SLOT = f"""
     WHERE slot_name = %(slot)s"""
 
 # The view knows all three ways a table gets into a publication, whatever ways the server's version has.
+_PUBLISHED_COLUMNS = """
+    SELECT schemaname || '.' || tablename || '.' || attname
+    FROM pg_catalog.pg_publication_tables
+    JOIN pg_catalog.pg_namespace AS nsp ON nspname = schemaname
+    JOIN pg_catalog.pg_class AS rel ON relnamespace = nsp.oid AND relname = tablename
+    JOIN pg_catalog.pg_attribute ON attrelid = rel.oid AND attnum > 0 AND NOT attisdropped
+    WHERE pubname = %(publication)s"""
+
 _PUBLICATION = """
     SELECT pg_catalog.pg_get_userbyid(pubowner), pg_catalog.pg_has_role(pubowner, 'USAGE'),
            EXISTS (SELECT FROM pg_catalog.pg_publication_tables AS entry
@@ -520,6 +528,11 @@ def publication(conn: Connection, settings: Settings) -> Publication | None:
 def published_tables(conn: Connection, settings: Settings) -> list[tuple[str, str]]:
     """(schema, table) of every table the publication publishes, without dbsync's own."""
     return [(table.schema, table.name) for table in published_oids(conn, settings).values()]
+
+
+def published_columns(conn: Connection, settings: Settings) -> list[str]:
+    """`schema.table.column` of every column of those tables."""
+    return [str(column) for (column,) in conn.execute(_PUBLISHED_COLUMNS, _names(settings))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -602,8 +602,9 @@ class HandlerDispatch(Dispatch):
             self._handling = False
 
     def _failed(self, method: Callable[..., None], args: tuple[Any, ...], error: Exception) -> HandlerError:
+        words = str(error).partition("\n")[0]
         return HandlerError(
-            f"{type(self._handler).__name__}.{method.__name__} raised {type(error).__name__}: {error} ({_place(args)})."
+            f"{type(self._handler).__name__}.{method.__name__} raised {type(error).__name__}: {words} ({_place(args)})."
         )
 
 

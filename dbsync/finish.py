@@ -347,4 +347,5 @@ def batcher_error(method: Callable[..., Any], error: Exception) -> DbsyncError:
     """What a Batcher raised, with the method's name; what it raised as ours stays as it is."""
     if isinstance(error, DbsyncError):
         return error
-    return BatcherError(f"{method.__qualname__} raised {type(error).__name__}: {error}")
+    words = str(error).partition("\n")[0].rstrip(". ")
+    return BatcherError(f"{method.__qualname__} raised {type(error).__name__}{f': {words}' if words else ''}.")

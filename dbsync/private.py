@@ -6,6 +6,7 @@ lock file, and removed by the next process that makes one beside it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from dbsync.errors import DbsyncError
+from dbsync.errors import ConfigError, DbsyncError
 
 _TRIES = 5
 
@@ -92,7 +93,10 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DbsyncError(
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = DbsyncError if is_full or error.errno == errno.EIO else ConfigError
+        raise kind(
             f"The folder {path} cannot be used: {error.strerror or error}.",
-            "Free some space there, or name another folder with DBSYNC_SPOOL_DIR or TMPDIR.",
+            f"{'Free some space there' if is_full else 'See that dbsync may write there'},"
+            " or name another folder with DBSYNC_SPOOL_DIR or TMPDIR.",
         ) from error

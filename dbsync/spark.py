@@ -120,7 +120,10 @@ def session(master: str, *, app_name: str = "dbsync", conf: Mapping[str, str] | 
         with _keeping_sigint():
             return SparkSession.builder.config(conf=spark_conf).getOrCreate()
     except Py4JJavaError as error:
-        raise ConfigError(f"Spark did not start for master {master!r}: {error.java_exception.toString()}") from error
+        raise ConfigError(
+            f"Spark did not start for master {master!r}: {error.java_exception.toString().rstrip('.')}.",
+            "Check DBSYNC_SPARK_MASTER (--spark-master).",
+        ) from error
 
 
 def why_spark_ended(spark: SparkSession) -> DbsyncError | None:
@@ -234,7 +237,11 @@ def _launch(conf: SparkConf) -> Any:
             )
     except (PySparkException, OSError) as error:
         listener.join(timeout=5)
-        raise ConfigError(f"Spark did not start on the Java in {java_home}: {_reason(said) or error}") from error
+        reason = (_reason(said) or str(error)).rstrip(".")
+        raise ConfigError(
+            f"Spark did not start for master {conf.get('spark.master')!r} on the Java in {java_home}: {reason}.",
+            "Check DBSYNC_SPARK_MASTER (--spark-master) and JAVA_HOME.",
+        ) from error
     started.set()
     return gateway
 

@@ -84,6 +84,8 @@ class Statement:
 
 def bind(query: str, params: Params = None) -> Statement:
     """Split the user's text at its placeholders, `%s` or `%(name)s` as in psycopg; without `params` it has none."""
+    if not isinstance(query, str):
+        raise RefreshError(f"The statement is not text, but {type(query).__name__}.", "Pass one SELECT as a string.")
     if "\0" in query:
         raise RefreshError("The statement contains a NUL character.", "Remove it.")
     if params is None:
@@ -200,7 +202,21 @@ def words_of(error: psycopg.Error) -> str:
 
 
 def _hint(error: psycopg.Error) -> str | None:
-    return error.diag.message_hint or error.diag.message_detail
+    told = error.diag.message_hint or error.diag.message_detail
+    if told:
+        return told
+    for kind, hint in _HINTS:
+        if isinstance(error, kind):
+            return hint
+    return None
+
+
+_HINTS: tuple[tuple[type[psycopg.Error], str], ...] = (
+    (errors.UndefinedTable, "Check its name, and write its schema before it: dbsync status lists what is published."),
+    (errors.UndefinedColumn, "Check its name; a value goes into params, or between single quotes."),
+    (errors.SyntaxError, "It takes one SELECT; placeholders like %s are for syncer.refresh(…, params=…)."),
+    (errors.DataError, "A row of the table makes it fail: leave out such rows, or what fails there."),
+)
 
 
 class _ParamDumper(Dumper):

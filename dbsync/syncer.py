@@ -23,7 +23,7 @@ import psycopg
 
 from dbsync import compact, control, selection
 from dbsync.batcher import Batcher, BatchInfo
-from dbsync.batcher.shaped import shaped
+from dbsync.batcher.shaped import shaped, unmatched
 from dbsync.batcher.urls import open_target
 from dbsync.board import WindowBoard
 from dbsync.completion import Completion, SourceLostError
@@ -164,6 +164,7 @@ class Syncer:
         if self._stopping.is_set():  # while the target was waited for
             self._progress.finish()
             return
+        self._look_at_column_lists()
         self._has_told_target = False
         self._refresher = Refresher(
             self.settings, self._board, self._spool, self._session, self._streaming, self._stopping
@@ -648,6 +649,15 @@ class Syncer:
                 "The target was fed from another server, or the source was restored: copy into an empty target.",
             )
         return LSN(position)
+
+    def _look_at_column_lists(self) -> None:
+        """A column that was to stay here, and is misspelt, would go out. What a handler marks has names of its own."""
+        if not mirrors(self.handler) or not (self.settings.include_columns or self.settings.exclude_columns):
+            return
+        with self._sql() as conn:
+            columns = control.published_columns(conn, self.settings)
+        for pattern in unmatched(self.settings, columns):
+            logger.warning("%s is in the column lists, and no published table has a column like that.", pattern)
 
     def _position_with_retries(self) -> LSN | None:
         """A target that is away at the start is waited for like one that goes away later; None too when stopped."""

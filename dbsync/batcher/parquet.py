@@ -1,6 +1,7 @@
 """A change log in Parquet, a folder for each type, each batch in it exactly once.
 
-A row is what happened to a document: `_op` ("upsert", "delete", "truncate"), `_id`, `_lsn` (the position of its batch
+A row is what happened to a document: `_op` ("upsert", "delete", "truncate"; of a table without a key "insert", "update"
+or "delete", with the row as it is or was), `_id`, `_lsn` (the position of its batch
 in the log, as a number), `_seq` (counts all rows of the target, so the row with the highest one tells how a document is
 now), `_text`, and the document's columns, NULL for a delete.
 
@@ -27,6 +28,7 @@ from dbsync.batcher.folder import file_name, folder_url, some_bytes, some_second
 from dbsync.batcher.frames import Frame, framed, frames_of, tables_of
 from dbsync.batcher.journal import JournalBatcher, renamed
 from dbsync.batcher.pgtext import text
+from dbsync.keyless import OPERATION
 
 if TYPE_CHECKING:
     from dbsync.batcher.urls import TargetOptions
@@ -54,11 +56,21 @@ class ParquetBatcher(JournalBatcher):
         self._guessed = {doctype: dict(names) for doctype, names in self._state.get("types", {}).items()}
 
     def batch_upsert(self, doctype: str, docs: Mapping[str, dict[str, Any]]) -> None:
+        op = self._operations(doctype, docs)
+        if op is not None:
+            docs = {id: {name: value for name, value in doc.items() if name != OPERATION} for id, doc in docs.items()}
         rows = Rows(docs)
         refuse_ours(doctype, rows.names, _OURS)
         kinds = {name: self._kind(doctype, name, rows) for name in self._names(doctype, rows)}
         columns = {name: rows.column(name, kind) for name, kind in kinds.items() if kind is not None}
-        self._write(doctype, "upsert", pa.array(list(docs), pa.string()), rows.texts(), columns)
+        self._write(doctype, "upsert" if op is None else op, pa.array(list(docs), pa.string()), rows.texts(), columns)
+
+    def _operations(self, doctype: str, docs: Mapping[str, dict[str, Any]]) -> pa.Array | None:
+        """What happened to rows of a table without a key, whose documents say so; None for all others."""
+        if doctype not in self._declared or OPERATION in self._declared[doctype]:
+            return None
+        said = [doc.get(OPERATION) for doc in docs.values()]
+        return pa.array([op or "upsert" for op in said], pa.string()) if any(said) else None
 
     def batch_delete(self, doctype: str, ids: Sequence[str]) -> None:
         self._write(doctype, "delete", pa.array(ids, pa.string()))
@@ -84,7 +96,7 @@ class ParquetBatcher(JournalBatcher):
     def _write(
         self,
         doctype: str,
-        op: str,
+        op: str | pa.Array,
         ids: pa.Array,
         texts: pa.Array | None = None,
         columns: Mapping[str, pa.Array] | None = None,
@@ -92,7 +104,7 @@ class ParquetBatcher(JournalBatcher):
         count = len(ids)
         table = pa.table(
             {
-                "_op": pa.repeat(op, count),
+                "_op": pa.repeat(op, count) if isinstance(op, str) else op,
                 "_id": ids,
                 "_lsn": pa.repeat(pa.scalar(int(self._lsn), pa.int64()), count),
                 "_seq": pa.array(range(self._rows + 1, self._rows + count + 1), pa.int64()),

@@ -6,7 +6,7 @@ source were so. The key of a table always stays, because nothing could be found 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,6 +26,13 @@ def shaped(batcher: Batcher, settings: Settings) -> Batcher:
         batcher.follows(settings.publication)
     wanted = (settings.target_schema, settings.target_prefix, settings.include_columns, settings.exclude_columns)
     return ShapedBatcher(batcher, settings) if any(wanted) else batcher
+
+
+def unmatched(settings: Settings, columns: Iterable[str]) -> list[str]:
+    """The patterns of the column lists that none of these columns, written `schema.table.column`, goes by."""
+    known = list(columns)
+    patterns = (*(settings.include_columns or ()), *(settings.exclude_columns or ()))
+    return [pattern for pattern in patterns if not any(fnmatchcase(column, pattern) for column in known)]
 
 
 class ShapedBatcher(Batcher):
@@ -118,7 +125,7 @@ class ColumnLists:
             if self._is_excluded(relation.doctype, name):
                 raise ConfigError(
                     f"The column {name} of {relation.doctype} belongs to its key and cannot be left out.",
-                    "Take it out of DBSYNC_EXCLUDE_COLUMNS.",
+                    "Take it out of --exclude-columns, or DBSYNC_EXCLUDE_COLUMNS.",
                 )
             self._known[relation.doctype, name] = True
         kept = [place for place, name in enumerate(relation.column_names) if self.keeps(relation.doctype, name)]

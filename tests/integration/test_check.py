@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from fix_postgres import Database, Server, fresh_database
+from fix_postgres import Database, Server, fresh_database, new_server
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -287,3 +287,9 @@ def test_a_server_that_is_not_ready() -> None:
 )
 def test_sizes_are_for_people(count: int, text: str) -> None:
     assert check.size(count) == text
+
+
+def test_a_name_that_makes_a_standby_of_everybody_is_told() -> None:
+    with new_server(synchronous_standby_names="*", synchronous_commit="local") as server:
+        found = [one for one in run_checks(Settings(dsn=server.dsn())) if one.name == "synchronous standbys"]
+    assert [(one.level, one.detail.startswith("*: dbsync may count as one")) for one in found] == [("warn", True)]

@@ -20,7 +20,9 @@ from recording import FailingBatcher, RecordingBatcher, SqliteBatcher
 
 from dbsync import LSN, Batcher, MessageHandler, Syncer
 from dbsync.batcher import BatchInfo
-from dbsync.errors import BatcherError, DbsyncError, HandlerError, SlotError
+from dbsync.connection import connect
+from dbsync.errors import BatcherError, ConfigError, DbsyncError, HandlerError, SlotError
+from dbsync.requests import Requests
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Batchers of this file run on executors
 
@@ -365,3 +367,42 @@ def test_a_batcher_without_its_methods_is_told_so(source: Database, spark: Spark
     source.execute("INSERT INTO t VALUES (1, 'a')")
     with pytest.raises(BatcherError, match="must define batch_upsert"):
         syncer.drain()
+
+
+def test_what_the_slot_feeds_is_noted_by_who_has_it(source: Database, spark: SparkSession) -> None:
+    one, other = (Syncer(source.settings(), batcher=RecordingBatcher(), spark=spark) for _ in range(2))
+    one.feeds, other.feeds = "the one", "the other"
+
+    def fed() -> str | None:
+        with connect(source.settings()) as conn:
+            return Requests(conn, source.settings()).target()
+
+    with one:
+        one.drain()
+        assert fed() == "the one"
+        with other:
+            time.sleep(0.5)  # it waits for the slot
+            assert fed() == "the one"
+            one.stop()
+            other.drain()
+            assert fed() == "the other"
+
+
+def test_a_column_list_that_names_no_column_is_told(
+    source: Database, spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = source.settings(exclude_columns=("public.t.no_such", "*.name"))
+    with Syncer(settings, batcher=RecordingBatcher(), spark=spark) as syncer:
+        syncer.drain()
+    told = [record.getMessage() for record in caplog.records if "column lists" in record.getMessage()]
+    assert told == ["public.t.no_such is in the column lists, and no published table has a column like that."]
+
+
+def test_a_spool_that_cannot_be_used_is_said_before_anything_is_made(
+    source: Database, spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    syncer = Syncer(source.settings(spool_dir=tmp_path / "file" / "spool"), batcher=RecordingBatcher(), spark=spark)
+    with pytest.raises(ConfigError, match=r"cannot be used: .* See that dbsync may write there, or name another"):
+        syncer.start()
+    assert source.rows("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s", [source.slot]) == []

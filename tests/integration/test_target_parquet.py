@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from filetargets import (
     ITEMS,
@@ -33,6 +34,7 @@ from fix_postgres import Database
 from fix_target import COLUMNS, Rows, Target, survives, waits_for_what_is_away
 from pyspark.sql import SparkSession
 
+from dbsync import Syncer
 from dbsync.batcher.folder import file_name
 from dbsync.batcher.parquet import ParquetBatcher
 from dbsync.batcher.urls import TargetOptions
@@ -235,3 +237,22 @@ def test_an_address_that_cannot_be_meant(tmp_path: Path) -> None:
     for url in ("parquet:", "parquet://host/x", "parquet:log?compression=zstd"):
         with pytest.raises(ConfigError, match=r"names no folder|does not know the option"):
             ParquetBatcher.from_url(url, TargetOptions())
+
+
+def test_changes_of_a_table_without_a_key_say_what_happened(
+    database: Database, spark: SparkSession, tmp_path: Path
+) -> None:
+    database.execute(
+        "CREATE TABLE log (a int, b text); ALTER TABLE log REPLICA IDENTITY FULL;"
+        "CREATE TABLE t (id int PRIMARY KEY); CREATE PUBLICATION dbsync_mypub FOR TABLE log, t"
+    )
+    with Syncer(database.settings(to=f"parquet:{tmp_path}/out"), spark=spark) as syncer:
+        database.execute("INSERT INTO log VALUES (1, 'x')")
+        database.execute("UPDATE log SET b = 'y'")
+        database.execute("DELETE FROM log")
+        database.execute("INSERT INTO t VALUES (1)")
+        syncer.drain()
+    found = pq.read_table(tmp_path / "out" / "public.log").sort_by("_seq").to_pylist()
+    told = [(row["_op"], row["a"], row["b"]) for row in found]
+    assert told == [("insert", 1, "x"), ("update", 1, "y"), ("delete", 1, "y")]
+    assert pq.read_table(tmp_path / "out" / "public.t").column("_op").to_pylist() == ["upsert"]

@@ -89,7 +89,9 @@ def test_variables_that_a_batcher_of_yours_does_not_hear_of_are_told(
     monkeypatch.setenv("DBSYNC_DROP_COLUMNS", "no")
     syncer = make_syncer(invocation(), invocation().settings(), None, OWN)
     assert type(syncer.batcher).__name__ == RecordingBatcher.__name__
-    assert warnings(caplog) == ["DBSYNC_TO, DBSYNC_SOFT_DELETE: not for --batcher, which is a target of your own."]
+    assert warnings(caplog) == [
+        "What DBSYNC_TO, DBSYNC_SOFT_DELETE says is left out: --batcher is a target of your own."
+    ]
 
 
 def test_names_and_column_lists_go_for_a_batcher_of_yours_too(caplog: pytest.LogCaptureFixture) -> None:
