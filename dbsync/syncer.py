@@ -154,21 +154,15 @@ class Syncer:
         if mirrors(self.handler):
             self._keyless.check()
         find_java()
-        logger.debug("what waits for the target lies in %s", self._spool.folder)  # made now, or refused
-        self.setup()
-        self.handler.syncer = self
-        self._handoff = Handoff()
-        self._board = WindowBoard()
-        self._target = shaped(self.batcher, self.settings)
-        self._progress = Progress(applied=self._target_position())
+        try:
+            self._prepare()
+        except BaseException:
+            self._spool.close()
+            raise
         if self._stopping.is_set():  # while the target was waited for
             self._progress.finish()
             return
-        self._look_at_column_lists()
-        self._has_told_target = False
-        self._refresher = Refresher(
-            self.settings, self._board, self._spool, self._session, self._streaming, self._stopping
-        )
+        assert self._refresher
         loops = {"read": self._read_log, "apply": self._apply_batches, "refresh": self._refresher.run}
         self._threads = [
             threading.Thread(target=self._guarded, args=(loop,), name=f"dbsync-{name}", daemon=True)
@@ -176,6 +170,21 @@ class Syncer:
         ]
         for thread in self._threads:
             thread.start()
+
+    def _prepare(self) -> None:
+        """Everything that a run needs but its threads."""
+        logger.debug("what waits for the target lies in %s", self._spool.folder)  # made now, or refused
+        self.setup()
+        self.handler.syncer = self
+        self._handoff = Handoff()
+        self._board = WindowBoard()
+        self._target = shaped(self.batcher, self.settings)
+        self._progress = Progress(applied=self._target_position())
+        self._look_at_column_lists()
+        self._has_told_target = False
+        self._refresher = Refresher(
+            self.settings, self._board, self._spool, self._session, self._streaming, self._stopping
+        )
 
     def stop(self) -> None:
         """Finish the batch, acknowledge it, end. Does nothing when not running."""

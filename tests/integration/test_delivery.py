@@ -243,7 +243,7 @@ def test_a_target_that_is_away_at_the_start_is_waited_for(
     assert target.asked == 3
     assert target.documents == {"public.t": {"1": {"id": 1, "name": "a"}}}
     told = [record.getMessage() for record in caplog.records if "no such disk" in record.getMessage()]
-    assert [words.partition("disk ")[2] for words in told] == ["Trying again in 0.2 s.", "Trying again in 0.4 s."]
+    assert [words.partition("disk. ")[2] for words in told] == ["Trying again in 0.2 s.", "Trying again in 0.4 s."]
 
 
 def test_a_target_server_that_is_started_later_gets_everything(
