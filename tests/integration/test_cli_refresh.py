@@ -147,7 +147,7 @@ def _asks_and_gets_the_result(shop: Database, out: Output) -> None:
     before = len(out.lines)
     done = dbsync(shop, "refresh", f"{ALL} WHERE id <= 100", "--chunk-rows", "30", "--json", "--batcher", "my:Own")
     assert done.returncode == 0, done.stderr
-    assert "--batcher: the dbsync that runs has its own" in done.stderr
+    assert "What --batcher says is left out: the dbsync that runs keeps to its own." in done.stderr
     told = json.loads(done.stdout)
     assert told.keys() == RESULT
     assert (told["state"], told["rows"], told["chunks"], told["superseded"]) == ("done", 100, 4, 0)
