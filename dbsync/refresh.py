@@ -146,6 +146,7 @@ class Refresher:
         self._jobs: dict[int, Job] = {}
         self._looked_for_tables = 0.0
         self._passed_over: set[int] = set()
+        self._told_to_wait: set[int] = set()
         self._not_before: dict[int, int] | None = None  # by table: the transaction before which all have to be over
         self._failed_copies: set[int] | None = None  # in an earlier run, and not asked for again yet
         self.asked = threading.Event()  # set by whoever just asked for one
@@ -593,11 +594,13 @@ class Refresher:
         if control.are_over(conn, self._not_before[oid]):
             return True
         self._looked_for_tables = 0.0  # look again soon
-        logger.debug(
-            "the first copy of %s.%s waits for transactions that are older than its publication",
-            table.schema,
-            table.name,
-        )
+        if oid not in self._told_to_wait:
+            self._told_to_wait.add(oid)
+            logger.info(
+                "the first copy of %s.%s waits for transactions that are older than its publication",
+                table.schema,
+                table.name,
+            )
         return False
 
     def _ask_for_first_copy(self, conn: Connection, requests: Requests, oid: int, schema: str, table: str) -> None:

@@ -437,7 +437,8 @@ class Syncer:
         """End the batch where it is, in the middle of a transaction perhaps: a table changes its shape."""
         dispatch = self._dispatch
         assert dispatch
-        self._offer(dispatch.writer.close(dispatch.end_lsn or self._progress.applied, whole=False))
+        # Of what is passed over, the last may end before the position the target has.
+        self._offer(dispatch.writer.close(max(dispatch.end_lsn, self._progress.applied), whole=False))
         return self._new_writer()
 
     def _hand_over_complete_transactions(self, dispatch: Dispatch) -> None:

@@ -186,7 +186,7 @@ def test_a_url_that_cannot_be_meant_is_refused_with_what_to_write(
         "webhook+https://u:p%40@HOST:8443/in?key=1",
         "duckdb:///a b.duckdb",
         "jsonl:log?rotate_bytes=1MB",
-        "jsonl:/tmp/a:b",
+        "jsonl:./a:b",
         "parquet:./s3:x",
         "delta:lake",
     ],
